@@ -477,8 +477,8 @@ void Finisher::complete(BucketJob& bucket) {
   if (bucket.future) deliver(bucket);
 }
 
-// Of an all-gather, as soon as the commit was posted. Not within advance(), where the thread still
-// holds the profiler's state.
+// Completes the bucket of an all-gather as soon as its commit was posted. Not within advance(),
+// where the thread still holds the profiler's state.
 void Finisher::deliver_early() {
   if (commits_.empty()) return;
   BucketJob& bucket = *commits_.back().bucket;

@@ -15,7 +15,7 @@
 namespace gradferry {
 namespace {
 
-// Of the messages of all owners, with one rank per node.
+// The size of all owners' messages, with one rank per node.
 int64_t gathered_bytes(const ChunkPlan& chunk) {
   const Column& column = chunk.columns.front();
   return static_cast<int64_t>(column.gather_message_bytes * column.owner_bytes.size());

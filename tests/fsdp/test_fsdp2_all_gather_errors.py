@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from relays import Relays
 from sharding import Chosen, Model, Sharding, assert_refused, bits
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
 from world import World
 
 Worlds = Callable[[int], World]
@@ -31,18 +33,18 @@ class Two(Chosen):
         return super().forward(targets) + self.inner(targets)
 
 
-def case_damaged(where: str, lane: str) -> dict[str, Any]:
+def case_damaged(where: str, lane: str, shards: int = 4, **options: Any) -> dict[str, Any]:
     """One bit flips on the way from rank 1 to one other rank."""
+    mesh = Sharding(4 // shards, shards).mesh()
+    if shards < 4:
+        options["replicate_group"] = mesh["replica"]
     torch.manual_seed(5)
     model: Any = Two()
     for module in (model.inner, model):
-        fully_shard(module, mesh=FOUR.mesh()["shard"])
+        fully_shard(module, mesh=mesh["shard"])
     relays = Relays()
-    if dist.get_rank() == 1:
-        with relays.between():
-            state = gradferry.fsdp.attach(model, "q4")
-    else:
-        state = gradferry.fsdp.attach(model, "q4")
+    with relays.between() if dist.get_rank() == 1 else contextlib.nullcontext():
+        state = gradferry.fsdp.attach(model, "q4", **options)
     targets = {"table": torch.ones(97, 130), "weight": torch.ones(61, 140)}
 
     def damage(*_: object) -> None:
@@ -57,25 +59,34 @@ def case_damaged(where: str, lane: str) -> dict[str, Any]:
         handle.remove()
     elif where == "forward":
         damage()
-        outcome = attempt(lambda: model(targets))
+        outcome = attempt(lambda: model(targets).backward())
     else:
+        model.set_requires_gradient_sync(where == "backward")
         loss = model(targets)
         damage()
         outcome = attempt(loss.backward)
     return {
         "outcome": outcome,
         "again": attempt(lambda: model(targets)),
-        "stats": state.stats()["in_flight"],
+        "in_flight": state.stats()["in_flight"],
     }
 
 
 @pytest.mark.parametrize(
-    ("where", "lane"),
-    [("forward", "gather"), ("evaluation", "gather"), ("backward", "gather"),
-     ("backward", "scatter")],
-)  # fmt: skip
-def test_a_flipped_bit_is_one_error_on_all_ranks(worlds: Worlds, where: str, lane: str) -> None:
-    answers = worlds(4).run(case_damaged, where=where, lane=lane)
+    ("where", "lane", "options"),
+    [
+        ("forward", "gather", {}),
+        ("evaluation", "gather", {}),
+        ("backward", "gather", {}),
+        ("backward", "gather", {"reduce_scatter": "off"}),
+        ("accumulation", "gather", {}),
+        ("backward", "scatter", {}),
+    ],
+)
+def test_a_flipped_bit_is_one_error_on_all_ranks(
+    worlds: Worlds, where: str, lane: str, options: dict[str, Any]
+) -> None:
+    answers = worlds(4).run(case_damaged, where=where, lane=lane, **options)
     headlines = {answer["outcome"].headline for answer in answers}
     assert len(headlines) == 1, headlines
     for answer in answers:
@@ -84,7 +95,19 @@ def test_a_flipped_bit_is_one_error_on_all_ranks(worlds: Worlds, where: str, lan
         assert "refused a message from rank 1" in outcome.text
         assert f", {lane}): checksum" in outcome.text
         assert answer["again"].headline == outcome.headline
-        assert answer["stats"] == 0
+        assert answer["in_flight"] == 0
+
+
+def test_replicas_hear_of_a_gather_that_failed(worlds: Worlds) -> None:
+    # Groups of a mesh wait for thirty minutes, and a case has two.
+    answers = worlds(4).run(
+        case_damaged, where="backward", lane="gather", shards=2, all_gather="q8"
+    )
+    for rank, answer in enumerate(answers):
+        outcome = answer["outcome"]
+        assert outcome.error == "ProtocolError" if rank < 2 else "PeerError"
+        assert "rank 0 refused a message from rank 1" in outcome.text
+        assert answer["again"].error is not None
 
 
 class Encoded(torch.Tensor):
@@ -92,7 +115,16 @@ class Encoded(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Encoded:
-        return torch.Tensor._make_subclass(cls, inner, inner.requires_grad)
+        like = {"strides": inner.stride(), "dtype": inner.dtype, "device": inner.device}
+        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), **like)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_map_only(Encoded, lambda each: each.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, Encoded, func(*given[0], **given[1]))
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         raise AssertionError
@@ -240,6 +272,26 @@ def test_what_changes_after_attach_is_one_error_on_all_ranks(worlds: Worlds) -> 
         kinds["dtype"] = "StateError" if rank == 3 else "PeerError"  # which names rank 3
         assert_refused(found, CHANGES, kinds)
         assert rank == 3 or found["dtype"].text.startswith("rank 3: ")
+
+
+def case_in_a_pass() -> Outcome:
+    model: Any = built("plain")
+    state = gradferry.fsdp.attach(model, **ONLY_GATHERS)
+    found = []
+
+    def enter(*_: object) -> None:
+        found.append(attempt(state.exact_gathers().__enter__))
+
+    model.blocks[0].register_forward_pre_hook(enter)
+    model(targets_of(model, torch.float32)).backward()
+    return found[0]
+
+
+@pytest.mark.torch_core
+def test_exact_gathers_are_for_whole_passes(worlds: Worlds) -> None:
+    for outcome in worlds(4).run(case_in_a_pass):
+        assert outcome.error == "StateError"
+        assert "is in the middle of a pass; enter and leave exact_gathers()" in outcome.text
 
 
 def case_alone() -> list[Outcome]:

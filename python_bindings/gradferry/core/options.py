@@ -124,9 +124,9 @@ class ShardedOptions(Options, total=False):
             `replicate_group`, with codec ``"off"``, and where the shard group is one rank.
         keep_gathered: if true, a backward pass computes with what the forward pass gathered, and
             gathers nothing again. Keeps the messages of all ranks: 1.02 bytes per parameter of the
-            whole model on every rank with ``q8``, 0.54 with ``q4``.
-        all_gather_rules: as `rules`, for the codecs of `all_gather`. Of a parameter they see this
-            rank's shard, as `rules` do.
+            whole model on every rank with ``q8``, 0.54 with ``q4``; beside `workspace_cap_mb`.
+        all_gather_rules: as `rules`, for the codecs of `all_gather`. Dimensions and elements are
+            those of this rank's shard.
         scatter_feedback: ``"none"``, or ``"worker"``, which keeps on every rank the compression
             error of the *whole* model's gradients in the reduce-scatter: 4 bytes for each
             parameter, not divided by the number of ranks. Codecs below 3 bits need it.

@@ -87,6 +87,7 @@ def attach(
     that of ``init_process_group``: how long ranks wait here for one that does not come, half of it
     and at most five minutes, and in a pass. ``torch.distributed.set_timeout`` changes it.
 
+    Each exchange has a workspace of its own, of at most ``workspace_cap_mb``.
     ``error_feedback``, ``momentum``, ``check_every`` and ``nodes`` are for averages over replicas.
     ``check_every`` compares this shard between its replicas, and raises `StateError` for a
     parameter that was added or unfrozen after attach and that FSDP2 does not reduce. ``momentum``
@@ -126,7 +127,7 @@ def attach(
         raise
     _connect(attached)
     state = ShardedState(attached, modules)
-    _finish(model, modules, state)
+    _finish(model, modules, attached)
     return state
 
 
@@ -306,16 +307,18 @@ def _gradient_hooks(
     return [kind(running, each, number, calls, passes) for number, each in enumerate(modules)]
 
 
-def _finish(model: nn.Module, modules: Sequence[ShardedModule], state: ShardedState) -> None:
+def _finish(
+    model: nn.Module, modules: Sequence[ShardedModule], attached: Sequence[Attached]
+) -> None:
     """After all ranks have started: sets the hooks, watches optimizers and later passes, warns."""
-    for each in state.attached:
+    for each in attached:
         for hook in each.hooks:
             hook.set()
         if each.gathers is not None:
             each.gathers.watch(model)
     apart = list(unsharded_parameters(model, modules))
-    watch(model, Guard(modules, state.attached, apart))
-    for each in state.attached:
+    watch(model, Guard(modules, attached, apart))
+    for each in attached:
         if each.averages:
             watch_optimizer(each.running)
     # Warnings come last: the user's filters may make them errors.
@@ -324,13 +327,13 @@ def _finish(model: nn.Module, modules: Sequence[ShardedModule], state: ShardedSt
             f"FSDP2 does not reduce the gradients of {first_of(apart)}: they will differ from "
             "rank to rank; call fully_shard on the whole model, too, and then attach"
         )
-    for each in state.attached:
+    for each in attached:
         running = each.running
         if running.engine is None:
             continue
         exchanges, option = running.transport.exchanges, each.rules_option
         warn_about_rules(running.config, running.parameters, exchanges=exchanges, option=option)
-    first = state.attached[0].running
+    first = attached[0].running
     if first.engine is not None:
         warn_about_surroundings(first.transport, first.group)
 

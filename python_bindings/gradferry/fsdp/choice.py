@@ -18,6 +18,8 @@ from gradferry.fsdp.model import ShardedModule
 NOT_SHARDED = ("exact_skip",)
 # What averages over replicas alone have: in a reduce-scatter only its owner sees a mean.
 _OF_REPLICAS = ("error_feedback", "momentum", "check_every", "nodes")
+# What gathers have, too.
+_SHARED = ("seed", "workspace_cap_mb")
 # Whose payload depends on nothing but the parameters. With other codecs forward and backward would
 # compute with different ones.
 _GATHERED = ("exact", "bf16", "q8", "q4")
@@ -75,6 +77,9 @@ def choose(
     )
     if not averages:
         _expect_defaults(asked, _OF_REPLICAS, "averages over replicas: give replicate_group")
+    if choice.replicas is None and choice.reduce_scatter is None:
+        of_gradients = [name for name in asked if name not in _SHARED]
+        _expect_defaults(asked, of_gradients, "gradients: give reduce_scatter or replicate_group")
     if choice.reduce_scatter is None:
         _expect_defaults(own, ("scatter_feedback",), "the reduce-scatter: give reduce_scatter")
     if choice.all_gather is None:
@@ -91,7 +96,7 @@ def choose(
 
 def _expect_defaults(given: Mapping[str, Any], names: Sequence[str], of_what: str) -> None:
     for name in names:
-        if given[name] != {**DEFAULTS, **SHARDED_DEFAULTS}[name]:  # type: ignore[misc]
+        if given[name] != {**DEFAULTS, **SHARDED_DEFAULTS}[name]:
             raise ConfigError(f"{name}={given[name]!r} is for {of_what}, or leave {name} out")
 
 
@@ -141,7 +146,7 @@ def _gathering(
         raise ConfigError(f"keep_gathered={keep!r} must be True or False")
     _expect_gathered("all_gather", codec)
     rules = own["all_gather_rules"]
-    shared = {name: asked[name] for name in ("seed", "workspace_cap_mb")}
+    shared = {name: asked[name] for name in _SHARED}
     try:
         config = make_config(
             codec, {**shared, "rules": rules, "error_feedback": "none", "nodes": FLAT}

@@ -63,7 +63,7 @@ class Attached:
         return sum(hook.passed for hook in self.hooks)
 
     def stats(self) -> dict[str, Any]:
-        """As `Averaging.stats` has them, of this exchange alone and without those of steps."""
+        """This exchange's part of `ShardedState.stats`."""
         running = self.running
         stats = {**running.stats(), "fallbacks": self.passed(), "choice": as_asked(running)}
         ring_bytes = running.ring_share * float(stats["gradient_bytes"])
@@ -78,15 +78,12 @@ class ShardedState(Averaging):
     are shards, padded so that those of all ranks are equal: this rank's, or in a reduce-scatter and
     an all-gather those of all ranks. A step is a synced backward pass; where only parameters are
     gathered, a pass that gathers them.
-
-    Attributes:
-        attached: the exchanges.
     """
 
     def __init__(self, attached: Sequence[Attached], modules: Sequence[ShardedModule]) -> None:
-        self.attached = tuple(attached)
+        self._attached = tuple(attached)
         self._modules = modules
-        self._first = self.attached[0]
+        self._first = self._attached[0]
 
     @property
     def parts(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -98,7 +95,7 @@ class ShardedState(Averaging):
         return self._first.running
 
     def _passed_buckets(self) -> int:
-        return sum(each.passed() for each in self.attached)
+        return sum(each.passed() for each in self._attached)
 
     def _passed_steps(self) -> int:
         return synced_passes(self._first.hooks)
@@ -107,13 +104,13 @@ class ShardedState(Averaging):
         return as_asked(self._running)
 
     def _ring_bytes(self) -> float:
-        runnings = [each.running for each in self.attached]
+        runnings = [each.running for each in self._attached]
         return sum(each.ring_share * float(each.stats()["gradient_bytes"]) for each in runnings)
 
     @property
     def passes_through(self) -> bool:
         """Whether everything currently takes the backend's own collectives."""
-        return all(each.running.engine is None for each in self.attached)
+        return all(each.running.engine is None for each in self._attached)
 
     def stats(self) -> Stats:
         """Counters of this rank, as `HookState.stats`, summed over the exchanges.
@@ -125,16 +122,18 @@ class ShardedState(Averaging):
         is not all that FSDP2 has waited for.
         """
         stats = cast("dict[str, Any]", super().stats())
-        exchanges = {each.name: each.stats() for each in self.attached}
+        exchanges = {each.name: each.stats() for each in self._attached}
         stats |= {key: sum(each[key] for each in exchanges.values()) for key in _ADDED}
         stats["ratio"] = step_numbers.ratio(self._ring_bytes(), stats["wire_bytes"])
         return cast(Stats, {**stats, "exchanges": exchanges})
 
     def events(self) -> list[dict[str, Any]]:
-        """As `HookState.events`, of all exchanges, each with the key ``exchange``, its name."""
+        """The events of all exchanges, as `HookState.events` has them. Each has one more key,
+        ``exchange``: its name.
+        """
         events = [
             {"exchange": each.name, **event}
-            for each in self.attached
+            for each in self._attached
             if each.running.engine is not None
             for event in each.running.engine.events()
         ]
@@ -154,32 +153,36 @@ class ShardedState(Averaging):
         Raises:
             StateError: this is the middle of a pass.
         """
-        gathers = next((each.gathers for each in self.attached if each.gathers), None)
+        gathers = next((each.gathers for each in self._attached if each.gathers), None)
         if gathers is None:
             yield
             return
+        self._expect_outside_of_passes()
         self._reshard()
         before, gathers.exact = gathers.exact, True
         try:
             yield
+            self._expect_outside_of_passes()
         finally:
             gathers.exact = before
-        self._reshard()
+            self._reshard()
 
-    def _reshard(self) -> None:
+    def _expect_outside_of_passes(self) -> None:
         for module in self._modules:
             if module.gathers_for in ("FORWARD", "PRE_BACKWARD"):
                 raise StateError(
                     f"{module.name!r} is in the middle of a pass; enter and leave exact_gathers() "
                     "before forward() or after backward()"
                 )
+
+    def _reshard(self) -> None:
         for module in self._modules:
             module.reshard()
 
     def scale_residuals(self, factor: float) -> None:
-        """As `HookState.scale_residuals`, those of all exchanges."""
+        """Multiplies the residuals of all exchanges, as `HookState.scale_residuals` does."""
         super().scale_residuals(factor)
-        for each in self.attached[1:]:
+        for each in self._attached[1:]:
             if each.averages and each.running.engine is not None:
                 each.running.engine.scale_residuals(factor)
 
@@ -206,7 +209,7 @@ class ShardedState(Averaging):
 
     def _saved(self) -> dict[str, Attached]:
         """The exchanges that have a state, by its key."""
-        return {each.part: each for each in self.attached if each.part is not None}
+        return {each.part: each for each in self._attached if each.part is not None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
         """Restores what `state_dict` returned. Call it on every rank.
@@ -256,14 +259,14 @@ class ShardedState(Averaging):
         )
 
     def __repr__(self) -> str:
-        codecs = {each.name: str(each.running.config.codec) for each in self.attached}
+        codecs = {each.name: str(each.running.config.codec) for each in self._attached}
         shown = ", ".join(f"{name}={codec!r}" for name, codec in codecs.items())
         return f"ShardedState({shown}, modules={len(self._modules)})"
 
     def __str__(self) -> str:
         stats = self.stats()
         texts = []
-        for each in self.attached:
+        for each in self._attached:
             own = cast(Stats, {**stats, **stats["exchanges"][each.name]})
             texts.append(f"{each.name}: {describe(each.running, own)}")
         return "\n".join(texts)
