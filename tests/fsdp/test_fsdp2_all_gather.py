@@ -161,7 +161,7 @@ def test_exact_is_what_fsdp2_gathers_itself(worlds: Worlds) -> None:
 
 
 def case_evaluated() -> dict[str, Any]:
-    model = built("plain")
+    model = built("wide")
     state = gradferry.fsdp.attach(model, all_gather="q4", keep_gathered=True, **ONLY_GATHERS)
     watch, wholes, found = Watch(model), masters(model), {}
 

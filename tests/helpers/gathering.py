@@ -33,6 +33,8 @@ def built(kind: str, dtype: torch.dtype | None = None) -> nn.Module:
     options: dict[str, Any] = {}
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if kind == "wide":  # the root, too, has a parameter that is compressed
+        model.table = nn.Parameter(torch.randn(97, 130))
     if kind == "frozen":
         model.blocks[0].weight.requires_grad_(False)
     if kind == "tied":

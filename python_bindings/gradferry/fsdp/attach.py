@@ -238,8 +238,7 @@ def _all_gather(
     def propose_here() -> Running:
         for module in modules:
             _expect_free(module, "an all-gather", module.all_gather)
-        record = {"keep_gathered": config.keep_gathered}
-        return _propose(config, group, modules, record, owned, "all_gather")
+        return _propose(config, group, modules, {}, owned, "all_gather")
 
     running = start_on_all(group, modules, propose_here)
     calls = _calls_of(running)
