@@ -168,8 +168,9 @@ def case_refused() -> dict[str, Outcome]:
         "custom": attached(custom),
         "allocates": attached(allocates, **ONLY_GATHERS),
         "float64": attached(sharded(nn.Linear(64, 64).double()), **ONLY_GATHERS),
-        "integers": attached(sharded(_WithIntegers()), **ONLY_GATHERS),
     }
+    with contextlib.suppress(RuntimeError):  # torch 2.11 does not shard integers
+        found["integers"] = attached(sharded(_WithIntegers()), **ONLY_GATHERS)
     encoded = nn.Linear(64, 64, bias=False)
     encoded.weight = nn.Parameter(Encoded(torch.ones(64, 64)))
     found["encoded"] = attached(sharded(encoded))
@@ -228,7 +229,8 @@ KINDS_OF_ERRORS = dict.fromkeys(("unequal", "unequal keeps", "unequal rules"), "
 def test_what_cannot_be_gathered_is_refused_with_a_reason(worlds: Worlds) -> None:
     for found in worlds(4).run(case_refused):
         assert found.pop("first").error is None
-        texts = {name: text for name, text in TEXTS.items() if name in found or name != "mixed"}
+        of_some = ("mixed", "integers")  # which not every torch shards
+        texts = {name: each for name, each in TEXTS.items() if name in found or name not in of_some}
         assert_refused(found, texts, KINDS_OF_ERRORS)
 
 
