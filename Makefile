@@ -51,7 +51,7 @@ core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kerne
 package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks measure python_bindings benchmarks/gradferry_lab \
     examples/cpp kernels/common \
     -not -name __pycache__ -not -name '*.pyc' 2>/dev/null) \
-    $(call cpp_of,tests/engine tests/faults tests/reducer tests/kernels/simt)
+    $(call cpp_of,tests/engine tests/faults tests/reducer) tests/kernels/host_library.h tests/kernels/host_library.cpp tests/kernels/numbers.h
 
 kernel_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels 2>/dev/null)
 
@@ -132,10 +132,13 @@ test:  ## all fast tests
 
 test-full: test test-slow  ## all tests
 
+# What the machine for PTX says at the end of a run, and ctest of all.
+ptx_lines = launches,|tests passed
+
 # Beside `make test`, which it does not run again.
 test-slow: $(valgrind_ready)  ## what `make test` leaves out: slow tests, sanitizers, trainers, kernels for every GPU
 	$(prepare) $(package_ready)
-	@$(quiet) build/ctest_slow.log --show 'tests passed|Total Test time' ctest --preset core -L slow -j $(JOBS)
+	@$(quiet) build/ctest_slow.log --show '$(ptx_lines)|Total Test time' ctest --preset core -L slow -V -j $(JOBS)
 	@$(test_hooks) -L slow
 	@$(pytest) -m slow
 	@$(MAKE) -s test-hosts
@@ -145,9 +148,9 @@ test-slow: $(valgrind_ready)  ## what `make test` leaves out: slow tests, saniti
 	@rm -f $(torch_tidy)
 	@$(MAKE) lint TIDY=--alone
 	@$(quiet) build/all_gpus.log env -u CUDAARCHS cmake -S . -B build/all_gpus -G Ninja \
-	    -DCMAKE_BUILD_TYPE=Release -DGRADFERRY_WERROR=ON
+	    -DCMAKE_BUILD_TYPE=Release -DGRADFERRY_WERROR=ON -DGRADFERRY_TESTS=ON
 	@$(quiet) build/all_gpus.log --show 'Built target|Linking' env -u CUDAARCHS cmake --build build/all_gpus
-	@$(quiet) build/all_gpus.log --show 'tests passed' ctest --test-dir build/all_gpus -R cuda_ptx
+	@$(quiet) build/all_gpus.log --show '$(ptx_lines)' ctest --test-dir build/all_gpus --no-tests=error -R '^(cuda_ptx|ptx)_' -V -j $(JOBS)
 
 test-hosts:  ## gradferry in accelerate, Lightning, transformers and Ray
 	$(prepare) $(package_ready) $(hosts_ready)

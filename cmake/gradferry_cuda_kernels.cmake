@@ -36,17 +36,20 @@ if(GRADFERRY_WERROR)
     -Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error>)
 endif()
 
-# Files with the PTX of all kernels, in GRADFERRY_PTX_FILES. Objects that hold nothing else have it as
-# text where nvcc does not compress it. Builds for real GPUs look at that of sm_100, for which nvcc
-# has another front end.
-if(GRADFERRY_TESTS AND "${CMAKE_CUDA_ARCHITECTURES}" STREQUAL "90-virtual")
-  target_compile_options(gradferry_kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--no-compress>)
-  set(ptx_files $<TARGET_OBJECTS:gradferry_kernels_cuda>)
-elseif(GRADFERRY_TESTS)
-  add_library(gradferry_kernels_ptx OBJECT ${cuda_kernel_files})
-  gradferry_cuda_target(gradferry_kernels_ptx)
-  set_target_properties(gradferry_kernels_ptx PROPERTIES CUDA_PTX_COMPILATION ON
-    CUDA_ARCHITECTURES 100-virtual)
-  set(ptx_files $<TARGET_OBJECTS:gradferry_kernels_ptx>)
+# Objects that hold all kernels as PTX and nothing else, for the lint and the machine of
+# tests/kernels/ptx: nvcc leaves it uncompressed. Builds for real GPUs make them for sm_100, for
+# which nvcc has another front end.
+set(ptx_objects gradferry_kernels_cuda)
+set(ptx_architecture ${CMAKE_CUDA_ARCHITECTURES})
+if(GRADFERRY_TESTS)
+  if(NOT "${ptx_architecture}" MATCHES "^[0-9]+-virtual$")
+    set(ptx_objects gradferry_kernels_ptx)
+    set(ptx_architecture 100-virtual)
+    add_library(gradferry_kernels_ptx OBJECT cuda_library.cpp ${cuda_kernel_files})
+    gradferry_cuda_target(gradferry_kernels_ptx)
+    set_target_properties(gradferry_kernels_ptx PROPERTIES CUDA_ARCHITECTURES ${ptx_architecture})
+  endif()
+  target_compile_options(${ptx_objects} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--no-compress>)
 endif()
-set_property(GLOBAL PROPERTY GRADFERRY_PTX_FILES ${ptx_files})
+set_property(GLOBAL PROPERTY GRADFERRY_PTX_OBJECTS $<TARGET_OBJECTS:${ptx_objects}>)
+set_property(GLOBAL PROPERTY GRADFERRY_PTX_ARCHITECTURE ${ptx_architecture})

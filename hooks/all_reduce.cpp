@@ -10,12 +10,23 @@
 
 namespace gradferry {
 
-void PendingAllReduce::wait() const {
+PendingAllReduce::PendingAllReduce(std::shared_ptr<BucketEngine> engine,
+                                   std::vector<at::Tensor> gradients,
+                                   std::vector<FuturePtr> futures)
+    : engine_(std::move(engine)), gradients_(std::move(gradients)), futures_(std::move(futures)) {}
+
+PendingAllReduce::~PendingAllReduce() {
+  for (const at::Tensor& gradient : gradients_) engine_->expect_early_end(gradient);
+}
+
+void PendingAllReduce::wait() {
   // All of them first: nobody writes to the gradients of a call that has returned.
   for (const FuturePtr& future : futures_) future->wait();
   for (const FuturePtr& future : futures_) {
     if (future->hasError()) std::rethrow_exception(future->exception_ptr());
   }
+  gradients_.clear();
+  engine_.reset();
 }
 
 bool PendingAllReduce::is_completed() const {
@@ -32,9 +43,12 @@ AllReducer::~AllReducer() {
 PendingAllReduce AllReducer::start(std::vector<Bucket> buckets, bool in_background) {
   if (getpid() != process_id_) throw called_after_fork(process_id_);  // the thread is not here
   std::vector<FuturePtr> futures;
+  std::vector<at::Tensor> gradients;
   for (const Bucket& bucket : buckets) {
     futures.push_back(make_future(c10::TensorType::get(), bucket.gradient));
+    if (!bucket.gradient.is_cpu()) gradients.push_back(bucket.gradient);
   }
+  const std::shared_ptr<BucketEngine> used = gradients.empty() ? nullptr : engine_;
   // An error in one bucket is the caller's when all have been handed over: until then the engine
   // writes to the others.
   auto hand_over = [engine = engine_, buckets = std::move(buckets), futures] {
@@ -49,7 +63,7 @@ PendingAllReduce AllReducer::start(std::vector<Bucket> buckets, bool in_backgrou
   };
   if (!in_background) {
     hand_over();
-    return PendingAllReduce(std::move(futures));
+    return {used, std::move(gradients), std::move(futures)};
   }
   if (!worker_) worker_ = Worker::start("gf-calls", BackgroundThread::Role::kEngine);
   // Its last bucket may be complete before the thread has left the engine.
@@ -60,7 +74,7 @@ PendingAllReduce AllReducer::start(std::vector<Bucket> buckets, bool in_backgrou
     handed_over->markCompleted(c10::IValue());
   });
   if (!added) throw called_at_exit();
-  return PendingAllReduce(std::move(futures));
+  return {used, std::move(gradients), std::move(futures)};
 }
 
 }  // namespace gradferry

@@ -16,15 +16,23 @@ namespace gradferry {
 // The buckets of one call, on their way.
 class PendingAllReduce {
  public:
-  explicit PendingAllReduce(std::vector<FuturePtr> futures) : futures_(std::move(futures)) {}
+  // `engine`: which uses the gradients until the Futures are waited for.
+  PendingAllReduce(std::shared_ptr<BucketEngine> engine, std::vector<at::Tensor> gradients,
+                   std::vector<FuturePtr> futures);
+  // Without wait() the gradients can be freed too early.
+  ~PendingAllReduce();
+  PendingAllReduce(PendingAllReduce&&) = default;
+  PendingAllReduce& operator=(PendingAllReduce&&) = delete;
 
   // Returns when every gradient holds its average; on a device, when the current stream waits for
   // that. Throws the first error.
-  void wait() const;
+  void wait();
   // Whether wait() would return or throw at once. On a device: whether all was enqueued.
   bool is_completed() const;
 
  private:
+  std::shared_ptr<BucketEngine> engine_;
+  std::vector<at::Tensor> gradients_;  // on a device, until they are waited for
   std::vector<FuturePtr> futures_;  // by bucket; then of the thread that handed them over, if any
 };
 

@@ -75,6 +75,10 @@ class BucketEngine {
   void run(const std::vector<uint32_t>& parameters, UsedMap used, const at::Tensor& gradient,
            const FuturePtr& future, c10::IValue value);
 
+  // The memory of a gradient may be freed before anybody has waited for its Future: on a device
+  // nobody gets it before the engine is done with what is enqueued by then. torch's allocator holds
+  // such memory back for a while, so call it for no other.
+  virtual void expect_early_end(const at::Tensor& /*gradient*/) const {}
   // Counts a bucket that passes through as part of the step.
   void pass(const std::vector<uint32_t>& parameters);
   // Whether an option needs every bucket, so that none may pass through.

@@ -116,6 +116,8 @@ void BucketHook::run(const c10d::GradBucket& bucket, const FuturePtr& future,
     expect_same_order(bucket, parameters);
     at::Tensor gradient = bucket.getBuffer().detach();
     if (gradient.is_complex()) gradient = at::view_as_real(gradient);
+    // DDP frees it too early when a backward pass is abandoned, or when DDP is built anew.
+    engine_->expect_early_end(gradient);
     UsedMap used = used_ ? used_->take(parameters) : UsedMap();
     engine_->run(parameters, std::move(used), gradient.view({-1}), future, std::move(value));
   } catch (const std::bad_alloc&) {

@@ -2,17 +2,13 @@
 
     python tools/gpu_check.py               # build, test, train, measure: half an hour, 16 cores
     python tools/gpu_check.py --minutes 9   # a part of it; call it again to go on
-    python tools/gpu_check.py --only train  # one stage, see --help
     python tools/gpu_check.py --as-built    # compile nothing: what build/gpu holds is run
 
 Needs nvcc, CMake, ninja, Python and torch, but no network and no GoogleTest; benchmarks also need
 the Python package rich. Results go to build/gpu/gpu.json after every check: one row each, and what
-was measured. A check that has passed is not repeated as long as sources and GPU are the same
-(--fresh forgets them). Where there is no GPU everything is built, and what needs one is skipped:
-build/gpu can then be taken to the same folder of a machine that has one, with the same Python and
-torch, for --as-built; CUDAARCHS names that GPU where it is built. Tests, sanitizers and training
-run beside each other, benchmarks alone.
-Training and benchmarks run the package that the stage `package` has built, and no other.
+was measured. A check that has passed is not repeated as long as sources and GPU are the same.
+Where there is no GPU everything is built, and what needs one is skipped: build/gpu can then go to
+a machine that has one, with the same Python and torch, for --as-built; CUDAARCHS names that GPU.
 Ends with code 0 when nothing failed and nothing is left to do, 1 when a check failed, 2 when some
 are left for the next call. docs/results/gpu_check.md says what a failure of each check would mean.
 """
@@ -46,7 +42,7 @@ SCHEMA = 2
 TOOLKIT = Path("/usr/local/cuda/bin")  # where nvcc is when it is not on the path
 # What is compiled or copied, by stage.
 COMPILED = {
-    "kernels": ("cmake", "include", "kernels", "tests/kernels/cuda", "tests/kernels/simt"),
+    "kernels": ("cmake", "include", "kernels", "tests/kernels"),
     "package": ("cmake", "include", "kernels", "hooks", "measure", "python_bindings",
                 "benchmarks/gradferry_lab"),
 }  # fmt: skip
@@ -56,25 +52,14 @@ LAST_LINES = 30
 # Checks that run beside each other: they keep processors busy. Kernels of different processes take
 # turns on a GPU, so that with twice as many each takes more than twice as long.
 BESIDE = 4
-# Of the tests under a sanitizer, which is tens of times slower.
-SANITIZED = "StayInside"
+SANITIZED = "StayInside"  # of the tests: a sanitizer is tens of times slower
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
-# Backend, ranks and what tests/kernels/cuda/check_hook.py shall do besides.
-TRAININGS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
-    ("nccl", 2, ()),
-    ("nccl", 1, ()),
-    ("nccl", 2, ("--abandon",)),
-    ("nccl", 2, ("--slow", "7")),
-    ("nccl", 1, ("--detail",)),
-    ("nccl", 1, ("--abandon", "--slow", "7")),
-    ("nccl", 4, ()),
-    ("nccl", 1, ("--abandon",)),
-    ("nccl", 1, ("--slow", "7")),
-    ("gloo", 2, ()),
-    ("gloo", 2, ("--abandon",)),
-    ("gloo", 2, ("--slow", "7")),
-    ("gloo", 4, ()),
-)
+# What tests/kernels/cuda/check_hook.py shall do: backend, ranks, options. Least known first.
+TRAININGS = (
+    "nccl 2", "nccl 1", "nccl 2 --abandon", "nccl 2 --slow 7", "nccl 1 --detail",
+    "nccl 1 --abandon --slow 7", "nccl 4", "nccl 1 --abandon", "nccl 1 --slow 7",
+    "gloo 2", "gloo 2 --abandon", "gloo 2 --slow 7", "gloo 4",
+)  # fmt: skip
 # Commands of the package, with their options. Rows are kept by the last word.
 MEASUREMENTS = {
     "bench codec": ["--peers", "--dtypes", "float32", "bfloat16", "--rounds", "50"],
@@ -86,13 +71,7 @@ MEASUREMENTS = {
 
 
 class Checks:
-    """Runs checks and writes down what came of each.
-
-    Attributes:
-        gpu: name and driver; empty where there is none.
-        as_built: nothing is compiled.
-        num_left: checks for the next call.
-    """
+    """Runs checks and writes down what came of each. `num_left`: checks for the next call."""
 
     def __init__(self, minutes: float, fresh: bool, as_built: bool = False) -> None:
         self.as_built = as_built
@@ -125,10 +104,12 @@ class Checks:
         return self._add(name, "failed", reason, 0.0)
 
     def leave(self, name: str, reason: str) -> bool:
-        """Leaves a check to the next call."""
+        """Leaves a check to the next call. What it gave with these sources before stays."""
         with self._lock:
             self.num_left += 1
             print(f"left     {name} ({reason})", flush=True)
+            if self._rows.get(name, {}).get("source") != self._source:
+                self._keep_row(name, "left", [f"left: {reason}"], 0.0)
         return False
 
     def start(self, *arguments: Any, **options: Any) -> None:
@@ -158,6 +139,7 @@ class Checks:
         on_gpu: bool = False,
         again: bool = False,
         optional: bool = False,
+        is_slow: bool = False,
         **environment: str,
     ) -> bool:
         """Runs a program for at most so many minutes.
@@ -166,6 +148,7 @@ class Checks:
             on_gpu: it needs one.
             again: also if it has passed before. Builds do: they know best what is left to do.
             optional: a machine may lack the program.
+            is_slow: it may need more minutes, which says nothing of what it checks: it is left.
 
         Returns:
             Whether it passed, now or before, or had a reason not to run.
@@ -183,7 +166,7 @@ class Checks:
         try:
             code, output = self._run(arguments, limit, environment)
         except subprocess.TimeoutExpired as error:
-            if limit < 60 * minutes:  # the fault of what ran before it
+            if is_slow or limit < 60 * minutes:  # or the fault of what ran before it
                 return self.leave(name, f"stopped after {limit:.0f} s")
             code, output = 1, f"{_text(error.stdout)}\nstopped after {minutes:g} minutes"
         except FileNotFoundError as error:
@@ -205,7 +188,6 @@ class Checks:
             self._write()
 
     def has_measured(self, name: str) -> bool:
-        """Whether a benchmark's rows are there."""
         return name in self._measured
 
     def failed(self) -> list[str]:
@@ -252,17 +234,21 @@ class Checks:
         lines = output.strip().splitlines()
         kept = lines[-LAST_LINES:] if outcome == "failed" else lines[-1:]
         with self._lock:
-            self._rows[name] = {
-                "check": name,
-                "outcome": outcome,
-                "seconds": round(seconds, 1),
-                "output": kept,
-                "gpu": self.gpu,
-                "source": self._source,
-            }
             print(f"{outcome:8} {name} ({seconds:.1f} s)", *kept, sep="\n    ", flush=True)
-            self._write()
+            self._keep_row(name, outcome, kept, seconds)
         return outcome != "failed"
+
+    def _keep_row(self, name: str, outcome: str, output: list[str], seconds: float) -> None:
+        """With the lock held."""
+        self._rows[name] = {
+            "check": name,
+            "outcome": outcome,
+            "seconds": round(seconds, 1),
+            "output": output,
+            "gpu": self.gpu,
+            "source": self._source,
+        }
+        self._write()
 
     def _write(self) -> None:
         document = {
@@ -298,14 +284,19 @@ def digest_of_sources(folders: Sequence[str] = SOURCES) -> str:
     return digest.hexdigest()[:16]
 
 
+def _is_built(stage: str) -> bool:
+    """Whether a stage's build is what these sources give."""
+    note = BUILD / f"{stage}.built"
+    return note.exists() and note.read_text() == digest_of_sources(COMPILED[stage])
+
+
 def _is_ready(checks: Checks, stage: str, build: Callable[[Checks], bool]) -> bool:
-    """Builds a stage; with --as-built sees that it is what these sources give, or leaves it."""
-    note, digest = BUILD / f"{stage}.built", digest_of_sources(COMPILED[stage])
+    """Builds a stage; with --as-built sees that it is built, or leaves it."""
     if not checks.as_built:
         if not build(checks):
             return False
-        note.write_text(digest)
-    elif not note.exists() or note.read_text() != digest:
+        (BUILD / f"{stage}.built").write_text(digest_of_sources(COMPILED[stage]))
+    elif not _is_built(stage):
         return checks.leave(stage, f"{BUILD} holds nothing built from these sources: build first")
     return True
 
@@ -314,7 +305,7 @@ def _compile(checks: Checks, stage: str, build: Path, *options: str) -> bool:
     configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
     configure += ["-DCMAKE_BUILD_TYPE=Release", "-DGRADFERRY_GPU_CHECK=ON", *options]
     return checks.run(f"configure {stage}", 2, configure, again=True) and checks.run(
-        f"build {stage}", 10, ["cmake", "--build", str(build)], again=True
+        f"build {stage}", 20, ["cmake", "--build", str(build)], again=True
     )
 
 
@@ -351,48 +342,51 @@ def _line(*arguments: str) -> str:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    if done.returncode != 0:
-        return ""
-    return (done.stdout.strip().splitlines() or [""])[-1]
+    lines = done.stdout.strip().splitlines() if done.returncode == 0 else []
+    return lines[-1] if lines else ""
 
 
 def check_kernels(checks: Checks) -> None:
     """Builds the kernels for this GPU and starts their tests."""
     if _is_ready(checks, "kernels", _build_kernels):
-        checks.start("kernels give the bytes of the CPU", 8, [_kernel_tests()], on_gpu=True)
+        checks.start("kernels give the bytes of the CPU", 8, _kernel_tests(), on_gpu=True)
 
 
 def check_sanitized(checks: Checks) -> None:
     """Starts the tests at the edges of buffers under each sanitizer."""
-    program = _kernel_tests()
+    is_built = _is_built("kernels")
     for tool in SANITIZERS:
-        checks.start(
-            f"kernels under compute-sanitizer {tool}",
-            8,
-            ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", program, SANITIZED],
-            on_gpu=True,
-            optional=True,
-        )
+        name = f"kernels under compute-sanitizer {tool}"
+        if not is_built:
+            checks.leave(name, "the kernels are not built: run the stage kernels")
+            continue
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *_kernel_tests()]
+        checks.start(name, 8, [*command, SANITIZED], on_gpu=True, optional=True, is_slow=True)
 
 
-def _kernel_tests() -> str:
-    build = BUILD / "kernels"
-    return str(next(build.rglob("gradferry_gpu_check"), build / "gradferry_gpu_check"))
+def _kernel_tests() -> list[str]:
+    return [str(next((BUILD / "kernels").rglob("gradferry_gpu_check"), "gradferry_gpu_check"))]
 
 
 def _build_kernels(checks: Checks) -> bool:
     build, prefix = BUILD / "kernels", f"-DCMAKE_INSTALL_PREFIX={BUILD / 'install'}"
-    return _compile(checks, "kernels", build, "-DGRADFERRY_CUDA=ON", prefix) and _install(
-        checks, "kernels", build, "--component", "development"
-    )
+    if not _compile(checks, "kernels", build, "-DGRADFERRY_CUDA=ON", prefix):
+        return False
+    installed = _install(checks, "kernels", build, "--component", "development")
+    rows = BUILD / "kernels.json"
+    library = BUILD / "install" / "lib" / "libgradferry_kernels_cuda.a"
+    script = ROOT / "tools" / "kernel_resources.py"
+    listing = [sys.executable, *map(str, (script, library, rows))]
+    if installed and checks.run("registers of kernels", 2, listing, again=True) and rows.exists():
+        checks.keep("kernels", json.loads(rows.read_text()))
+    return installed
 
 
 def check_package(checks: Checks) -> None:
     """Builds the package on these kernels."""
-    package = {"PYTHONPATH": str(PACKAGES)}
     name, info = "gradferry info", [sys.executable, "-m", "gradferry", "info"]
     if _is_ready(checks, "package", _build_package) and _has_package(checks, name):
-        checks.run(name, 1, info, **package)
+        checks.run(name, 1, info, PYTHONPATH=str(PACKAGES))
 
 
 def _build_package(checks: Checks) -> bool:
@@ -411,28 +405,26 @@ def _build_package(checks: Checks) -> bool:
     for package in (ROOT / "python_bindings" / "gradferry", ROOT / "benchmarks" / "gradferry_lab"):
         shutil.copytree(package, PACKAGES / package.name)
     where = ("--prefix", str(PACKAGES))
-    installed = [_install(checks, c, build, "--component", c, *where) for c in ("python", "tests")]
-    return all(installed)
+    return all(_install(checks, c, build, "--component", c, *where) for c in ("python", "tests"))
 
 
 def _has_package(checks: Checks, name: str) -> bool:
     """Whether there is the package that a check runs; otherwise leaves the check."""
-    if any((PACKAGES / "gradferry").glob("_native.*.so")):
-        return True
-    return checks.leave(name, "the package is not built: run the stage package")
+    found = any((PACKAGES / "gradferry").glob("_native.*.so"))
+    return found or checks.leave(name, "the package is not built: run the stage package")
 
 
 def check_training(checks: Checks) -> None:
     """Trains on GPUs: the tests of the fake device, and trainings beside the CPU."""
     tests = ROOT / "tests" / "kernels" / "cuda"
     programs = {"tests of the fake device": [str(tests / "run_device_tests.py")]}
-    for backend, ranks, options in TRAININGS:
-        name = " ".join(("train:", str(ranks), "ranks", backend, *options))
-        programs[name] = [str(tests / "check_hook.py"), backend, "--ranks", str(ranks), *options]
+    for backend, ranks, *options in map(str.split, TRAININGS):
+        name = " ".join(("train:", ranks, "ranks", backend, *options))
+        programs[name] = [str(tests / "check_hook.py"), backend, "--ranks", ranks, *options]
+    package = {"PYTHONPATH": str(PACKAGES)}
     for name, arguments in programs.items():
-        command = [sys.executable, *arguments]
         if _has_package(checks, name):
-            checks.start(name, 8, command, on_gpu=True, PYTHONPATH=str(PACKAGES))
+            checks.start(name, 8, [sys.executable, *arguments], on_gpu=True, **package)
 
 
 def measure(checks: Checks) -> None:

@@ -178,11 +178,11 @@ void DeviceEngine::exchange_later(DeviceJob job) {
 void DeviceEngine::exchange(DeviceJob& job) {
   const c10::DeviceGuard guard(device_);
   const BucketBracket bracket(*context_.transport);
-  // DDP frees the bucket too early when a backward pass is abandoned, or when DDP is built anew.
-  context_.use_on_both_streams(job.gradient);
   job.ready.block(context_.encode_stream);
   give_back(std::move(job.ready));
   if (job.begins_step) {
+    last_pass_.record(context_.finish_stream);
+    last_pass_.block(context_.encode_stream);
     commits_->begin_step(job);
     begin_step(job);
   }
@@ -199,8 +199,8 @@ void DeviceEngine::exchange(DeviceJob& job) {
   job.future->markCompleted(std::move(job.value));
 }
 
-// F has finished with the residuals of the last pass: DDP's stream waits for the Futures of a pass,
-// and E waits for a gradient of the next one.
+// On E, which has waited for F: in a pass that was abandoned nobody waits for its Futures, so that
+// the next gradient may come while F still uses the residuals.
 void DeviceEngine::begin_step(const DeviceJob& job) {
   if (job.begins_momentum) {
     const c10::StreamGuard guard(context_.encode_stream);
@@ -217,7 +217,6 @@ void DeviceEngine::average_alone(DeviceJob job) {
   const bool changes = context_.residuals && options_.touches_residuals(job.step);
   if (changes) {
     const c10::DeviceGuard guard(device_);
-    context_.use_on_both_streams(job.gradient);  // as in exchange()
     job.ready.block(context_.encode_stream);
     if (job.begins_step) begin_step(job);
     exchange_->deliver_alone(job);

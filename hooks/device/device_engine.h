@@ -41,6 +41,10 @@ class DeviceEngine final : public BucketEngine {
 
   ~DeviceEngine() override;
 
+  void expect_early_end(const at::Tensor& gradient) const override {
+    context_.use_on_both_streams(gradient);
+  }
+
  private:
   DeviceEngine(EngineOptions options, c10::Device device, ParameterHashes hashes,
                std::unique_ptr<DeviceTransport> transport);
@@ -74,6 +78,8 @@ class DeviceEngine final : public BucketEngine {
   std::optional<DeviceExchange> exchange_;
   std::optional<DeviceCommits> commits_;
   std::shared_ptr<Worker> worker_;  // with a transport that waits
+
+  c10::Event last_pass_{device_.type()};  // recorded on F where a pass begins
 
   std::map<const BucketPlan*, DevicePlan> plans_;  // DDP's thread only
   std::vector<c10::Event> events_;                 // not in use; under life_.mutex

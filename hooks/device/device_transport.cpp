@@ -75,34 +75,50 @@ Pending DeviceTransport::post_all_gather(Among among, const at::Tensor& receive,
 
 // --- StreamTransport ---
 
-void StreamTransport::begin_bucket() { lane_.emplace(find_group_(), clean_); }
-
-namespace {
-
-Transfer transfer_of(Pending work, const c10::Stream& stream) {
-  Transfer transfer;
-  transfer.work = std::move(work);
-  if (!transfer.work) transfer.done.emplace(stream.device_type()).record(stream);
-  return transfer;
+StreamTransport::StreamTransport(FindGroup group, NodeLanes nodes,
+                                 std::optional<c10::Device> chained_on)
+    : DeviceTransport(std::move(nodes)), find_group_(std::move(group)) {
+  if (!chained_on) return;
+  const c10::impl::VirtualGuardImpl guard(chained_on->type());
+  chain_.emplace(guard.getStreamFromGlobalPool(*chained_on, /*isHighPriority=*/true),
+                 c10::Event(chained_on->type()));
 }
 
-}  // namespace
+void StreamTransport::begin_bucket() { lane_.emplace(find_group_(), clean_); }
+
+Transfer StreamTransport::post_behind(const c10::Stream& stream,
+                                      const std::function<Pending()>& post) {
+  if (chain_) {
+    chain_->enqueued.record(stream);
+    chain_->enqueued.block(chain_->stream);
+  }
+  const c10::Stream& from = chain_ ? chain_->stream : stream;
+  const c10::StreamGuard guard(from);
+  Transfer transfer;
+  transfer.work = post();
+  if (!transfer.work) {
+    transfer.done.emplace(from.device_type()).record(from);
+  } else if (chain_) {
+    transfer.work->wait();
+  }
+  return transfer;
+}
 
 Transfer StreamTransport::all_to_all(Among among, const DeviceBuffer& receive,
                                      const std::vector<int64_t>& receive_bytes,
                                      const DeviceBuffer& send,
                                      const std::vector<int64_t>& send_bytes,
                                      const c10::Stream& stream) {
-  const c10::StreamGuard guard(stream);
-  return transfer_of(post_all_to_all(among, receive.device, receive_bytes, send.device, send_bytes),
-                     stream);
+  return post_behind(stream, [&] {
+    return post_all_to_all(among, receive.device, receive_bytes, send.device, send_bytes);
+  });
 }
 
 Transfer StreamTransport::all_gather(Among among, const DeviceBuffer& receive,
                                      const DeviceBuffer& send, int64_t num_bytes,
                                      const c10::Stream& stream) {
-  const c10::StreamGuard guard(stream);
-  return transfer_of(post_all_gather(among, receive.device, send.device, num_bytes), stream);
+  return post_behind(
+      stream, [&] { return post_all_gather(among, receive.device, send.device, num_bytes); });
 }
 
 void StreamTransport::wait(Transfer& transfer, const c10::Stream& stream) {

@@ -107,8 +107,9 @@ class StreamTransport final : public DeviceTransport {
   // `group` returns DDP's own process group. It is called for every bucket and its result not kept,
   // so that the group can be destroyed.
   using FindGroup = std::function<c10::intrusive_ptr<c10d::ProcessGroup>()>;
-  StreamTransport(FindGroup group, NodeLanes nodes)
-      : DeviceTransport(std::move(nodes)), find_group_(std::move(group)) {}
+  // `chained_on`: the device, if each collective is to begin when the one before it is done,
+  // whatever their lanes; for lanes whose collectives the device may start in another order.
+  StreamTransport(FindGroup group, NodeLanes nodes, std::optional<c10::Device> chained_on);
 
   bool waits() const override { return false; }
   void begin_bucket() override;
@@ -122,8 +123,16 @@ class StreamTransport final : public DeviceTransport {
 
  private:
   Lane& lane_of_all() override { return *lane_; }
+  Transfer post_behind(const c10::Stream& stream, const std::function<Pending()>& post);
+
+  // The stream from which all collectives are posted. It waits for each before the next.
+  struct Chain {
+    c10::Stream stream;
+    c10::Event enqueued;  // what the next one sends; reused
+  };
 
   FindGroup find_group_;
+  std::optional<Chain> chain_;
   const std::shared_ptr<const at::ThreadLocalState> clean_ =
       std::make_shared<const at::ThreadLocalState>(thread_state_without_python());
   std::optional<CarrierLane> lane_;  // while a bucket is posted

@@ -262,7 +262,7 @@ void Reducer::Impl::wait_for_buckets() {
   num_handed_over_ = 0;
   taken_.assign(taken_.size(), false);
   sent_.assign(sent_.size(), {});
-  PendingAllReduce(std::move(futures)).wait();
+  PendingAllReduce(nullptr, {}, std::move(futures)).wait();
 }
 
 void Reducer::Impl::all_reduce(const std::vector<at::Tensor>& gradients) {

@@ -1,6 +1,5 @@
-// Reduction and scan over a thread block, by CUB. Only this file uses CUB, so that the emulator has
-// little to replace. Each use needs its own storage in shared memory, or a barrier since the last
-// use of the storage.
+// Reduction and scan over a thread block, by CUB. Each use needs its own storage in shared memory,
+// or a barrier since the last use of the storage.
 #pragma once
 
 #include <cub/block/block_reduce.cuh>

@@ -1,7 +1,7 @@
-// The only interface to CUDA for .cu files, under nvcc and under the SIMT emulator of
-// tests/kernels/simt, which compiles the same sources for the CPU (GRADFERRY_SIMT).
-// docs/design/adding_a_codec.md has the rules that kernels must follow so that both work.
+// What .cu files share of CUDA. docs/design/adding_a_codec.md has the rules that kernels follow.
 #pragma once
+
+#include <cuda_runtime.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -9,24 +9,6 @@
 #include "gradferry/device_library.h"
 #include "gradferry/error.h"
 #include "kernels/common/lane.h"
-
-#if defined(GRADFERRY_SIMT)
-
-#include "simt.h"
-
-#define GRADFERRY_DEVICE [[gnu::always_inline]] inline
-#define GRADFERRY_APART [[gnu::noinline]] inline
-#define GRADFERRY_UNROLL
-// Static shared memory, of a trivial type.
-// NOLINTBEGIN(bugprone-macro-parentheses): a type and a name take none
-#define GRADFERRY_SHARED(Type, name) \
-  static Type name##_memory;         \
-  Type& name = ::simt::shared_memory(name##_memory)
-// NOLINTEND(bugprone-macro-parentheses)
-
-#else
-
-#include <cuda_runtime.h>
 
 #define GRADFERRY_DEVICE __device__ __forceinline__
 #if defined(GRADFERRY_HOT_PATH_ONLY)
@@ -46,8 +28,6 @@
                           "CUDA_LAUNCH_BLOCKING=1 to find it");                             \
   } while (false)
 #define GRADFERRY_CHECK_LAUNCH() GRADFERRY_CUDA_TRY(cudaGetLastError())
-
-#endif
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
@@ -69,25 +49,20 @@ GRADFERRY_DEVICE void rare_path() {
 #endif
 }
 
-// kKernel<<<num_blocks, num_threads, 0, stream>>>(args...), or the emulator's loop.
+// kKernel<<<num_blocks, num_threads, 0, stream>>>(args...), unless there are no blocks.
 template <auto kKernel, typename... Args>
-void launch(uint32_t num_blocks, uint32_t num_threads, [[maybe_unused]] Stream stream,
-            const Args&... args) {
+void launch(uint32_t num_blocks, uint32_t num_threads, Stream stream, const Args&... args) {
   if (num_blocks == 0) return;
-#if defined(GRADFERRY_SIMT)
-  ::simt::launch(__PRETTY_FUNCTION__, num_blocks, num_threads, [&] { kKernel(args...); });
-#else
   // clang-format off
   kKernel<<<num_blocks, num_threads, 0, static_cast<cudaStream_t>(stream)>>>(args...);
   // clang-format on
   GRADFERRY_CHECK_LAUNCH();
-#endif
 }
 
 // --- memory
 //
-// A T at an address that is a multiple of its size; the emulator checks that it is. With T =
-// Bytes16 or Bytes8 a single access moves that many bytes.
+// A T at an address that is a multiple of its size. With T = Bytes16 or Bytes8 a single access
+// moves that many bytes.
 struct alignas(16) Bytes16 {
   uint32_t word[4];
 };
@@ -97,24 +72,12 @@ struct alignas(8) Bytes8 {
 
 template <typename T>
 GRADFERRY_DEVICE T read(const void* p) {
-#if defined(GRADFERRY_SIMT)
-  if (reinterpret_cast<uintptr_t>(p) % sizeof(T) != 0) ::simt::fail("misaligned read", {});
-  T value;
-  __builtin_memcpy(&value, p, sizeof(T));
-  return value;
-#else
   return *static_cast<const T*>(p);
-#endif
 }
 
 template <typename T>
 GRADFERRY_DEVICE void write(void* p, T value) {
-#if defined(GRADFERRY_SIMT)
-  if (reinterpret_cast<uintptr_t>(p) % sizeof(T) != 0) ::simt::fail("misaligned write", {});
-  __builtin_memcpy(p, &value, sizeof(T));
-#else
   *static_cast<T*>(p) = value;
-#endif
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

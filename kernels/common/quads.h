@@ -70,10 +70,6 @@ GRADFERRY_DEVICE void store_item(std::byte* p, uint32_t item) {
 // Inputs must be finite after rounding to `dtype`.
 template <ScalarType dtype>
 GRADFERRY_DEVICE uint32_t narrow_pair(float low, float high) {
-#if defined(GRADFERRY_SIMT)
-  return dtype == ScalarType::kBFloat16 ? ::simt::cvt_rn_bf16x2(high, low)
-                                        : ::simt::cvt_rn_f16x2(high, low);
-#else
   uint32_t pair;
   if constexpr (dtype == ScalarType::kBFloat16) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -81,7 +77,6 @@ GRADFERRY_DEVICE uint32_t narrow_pair(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   }
   return pair;
-#endif
 }
 // A NaN stays one.
 template <ScalarType dtype>
@@ -90,10 +85,6 @@ GRADFERRY_DEVICE void widen_pair(uint32_t pair, float* x) {
     x[0] = from_bits(pair << 16);
     x[1] = from_bits(pair & 0xffff0000u);
   } else {
-#if defined(GRADFERRY_SIMT)
-    x[0] = ::simt::cvt_f32_f16(pair & 0xffffu);
-    x[1] = ::simt::cvt_f32_f16(pair >> 16);
-#else
     asm("{\n"
         ".reg .f16 low, high;\n"
         "mov.b32 {low, high}, %2;\n"
@@ -102,7 +93,6 @@ GRADFERRY_DEVICE void widen_pair(uint32_t pair, float* x) {
         "}"
         : "=f"(x[0]), "=f"(x[1])
         : "r"(pair));
-#endif
   }
 }
 

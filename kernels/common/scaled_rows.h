@@ -46,14 +46,6 @@ GRADFERRY_DEVICE RowScale read_scale(const Slice& slice, const std::byte* payloa
   return {from_bits(kNanBits), valid ? kTileNonFinite : kTileNonFinite | kTileCorrupt};
 }
 
-GRADFERRY_DEVICE uint32_t warp_or(uint32_t x) {
-#if defined(GRADFERRY_SIMT) || __CUDA_ARCH__ >= 800
-  return __reduce_or_sync(kAllLanes, x);
-#else
-  GRADFERRY_UNROLL
-  for (int lanes = 16; lanes > 0; lanes /= 2) x |= __shfl_xor_sync(kAllLanes, x, lanes);
-  return x;
-#endif
-}
+GRADFERRY_DEVICE uint32_t warp_or(uint32_t x) { return __reduce_or_sync(kAllLanes, x); }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -220,17 +220,7 @@ struct Or {
 };
 
 // The largest of all lanes.
-GRADFERRY_DEVICE uint32_t warp_maximum(uint32_t x) {
-#if defined(GRADFERRY_SIMT) || __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(kAllLanes, x);
-#else
-  GRADFERRY_UNROLL
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    x = maximum(x, __shfl_xor_sync(kAllLanes, x, lanes));
-  }
-  return x;
-#endif
-}
+GRADFERRY_DEVICE uint32_t warp_maximum(uint32_t x) { return __reduce_max_sync(kAllLanes, x); }
 
 // Largest magnitudes of the lane's quads, as bits.
 GRADFERRY_DEVICE void quad_maxima(const float* x, uint32_t* largest) {

@@ -21,12 +21,7 @@ struct WarpTotals {
 // The sum over all threads, in all of them. `turn` alternates from call to call.
 GRADFERRY_DEVICE uint32_t block_sum(const Slice& slice, WarpTotals& totals, uint32_t turn,
                                     uint32_t x) {
-#if defined(GRADFERRY_SIMT) || __CUDA_ARCH__ >= 800
   x = __reduce_add_sync(kAllLanes, x);
-#else
-  GRADFERRY_UNROLL
-  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
-#endif
   if (slice.lane == 0) totals.of_warp[turn % 2][slice.warp] = x;
   __syncthreads();
   uint32_t sum = 0;

@@ -167,6 +167,7 @@ class DeviceEngine(BucketEngine):
         tensors: list[torch.Tensor],
         lanes: dict[str, Lane],
         group_name: str | None,
+        chained: bool,
     ) -> None: ...
 
 def parameter_hashes(parameters: list[torch.Tensor]) -> list[int]: ...

@@ -162,10 +162,11 @@ std::shared_ptr<HostEngine> start_host_engine(EngineOptions options,
 
 // `lanes`: by purpose. With "staged" bytes are staged in host memory, for all of them. Else
 // `group_name`: the group's operations send them from the device. Neither: nothing is exchanged.
+// `chained`: as StreamTransport has it.
 std::shared_ptr<DeviceEngine> start_device_engine(
     EngineOptions options, const at::Device& device, const std::vector<at::Tensor>& tensors,
     std::map<std::string, std::shared_ptr<Lane>> lanes,
-    const std::optional<std::string>& group_name) {
+    const std::optional<std::string>& group_name, bool chained) {
   const py::gil_scoped_release released;
   std::unique_ptr<DeviceTransport> transport;
   NodeLanes nodes{.siblings = lanes["siblings"], .peers = lanes["peers"]};
@@ -173,7 +174,8 @@ std::shared_ptr<DeviceEngine> start_device_engine(
     transport = std::make_unique<StagedTransport>(staged, std::move(nodes), options.peers);
   } else if (group_name) {
     transport = std::make_unique<StreamTransport>(
-        [name = *group_name] { return c10d::resolve_process_group(name); }, std::move(nodes));
+        [name = *group_name] { return c10d::resolve_process_group(name); }, std::move(nodes),
+        chained ? std::optional(device) : std::nullopt);
   }
   lanes.clear();
   return DeviceEngine::start(std::move(options), device, ParameterHashes(tensors),
@@ -437,7 +439,7 @@ void bind_engine(py::module_& module) {
   py::class_<DeviceEngine, BucketEngine, std::shared_ptr<DeviceEngine>> device_class(
       module, "DeviceEngine");
   def_init(device_class, &start_device_engine, py::arg("options"), py::kw_only(), py::arg("device"),
-           py::arg("tensors"), py::arg("lanes"), py::arg("group_name"));
+           py::arg("tensors"), py::arg("lanes"), py::arg("group_name"), py::arg("chained"));
   module.def(
       "parameter_hashes",
       [](const std::vector<at::Tensor>& parameters) {

@@ -244,5 +244,10 @@ def test_a_device_is_refused() -> None:
     device = torch.device("cuda", 0)
     with pytest.raises(gradferry.ConfigError, match="no engine for gradients on cuda:0"):
         _native.DeviceEngine(
-            scattering_options(), device=device, tensors=[], lanes={}, group_name=None
+            scattering_options(),
+            device=device,
+            tensors=[],
+            lanes={},
+            group_name=None,
+            chained=False,
         )

@@ -92,7 +92,7 @@ def wait_names(scenario: Scenario, calls: list[dict[str, int]]) -> list[str]:
     for number, call in enumerate(calls):
         names.append("ready")
         if number == 0:
-            names += [*posted("commit"), "commit"]
+            names += ["last pass", *posted("commit"), "commit"]
             if scenario.options.get("check_every"):
                 names += [*posted("hashes"), "hashes"]
         for i in range(call["chunks"] + 2):
@@ -106,8 +106,10 @@ def wait_names(scenario: Scenario, calls: list[dict[str, int]]) -> list[str]:
 
 
 def needs(scenario: Scenario, names: list[str]) -> list[bool]:
-    """Whether a wait of a step orders what nothing else does: all do, but for some of the slots.
+    """Whether a wait of a step orders what nothing else does: all do, but for the last pass and
+    some of the slots.
 
+    * Where nothing was abandoned, the last pass is behind `ready`, too.
     * A slot of the step's first chunks is free behind the whole step before, and so says `ready`.
     * A later slot is free when F has decoded the chunk that had it or, without worker residuals,
       reduced it. One thread makes a staged exchange, and waits for F before each all-gather: what
@@ -123,7 +125,8 @@ def needs(scenario: Scenario, names: list[str]) -> list[bool]:
         freed += name == what_frees  # F has waited for it, and decode or reduce comes next
         if name in ("commit copied", "gather copied"):
             known_to_host = freed
-        needed.append(name != "slot" or taken - SLOTS > known_to_host)
+        is_free = name == "slot" and taken - SLOTS <= known_to_host
+        needed.append(not is_free and name != "last pass")
     return needed
 
 

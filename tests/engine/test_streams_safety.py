@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import gradferry
 import numpy as np
 import pytest
 import torch
@@ -123,6 +124,51 @@ def test_what_is_freed_with_work_enqueued_is_not_touched(
         SCENARIO, world_size=world_size, options=options, error_feedback="auto"
     )
     worlds(world_size).run(case, scenario=scenario)
+
+
+def case_abandoned_then_next(scenario: Scenario, options: dict[str, Any]) -> list[str]:
+    """A pass whose Futures nobody waits for, and then the next one; what the machine finds of it
+    that concerns residuals. Buckets themselves are then used while they are averaged.
+    """
+    from fake_device import DEVICE, machine
+
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)
+    hook, is_abandoned = gradferry.hook, False
+
+    def watched(state, bucket):  # DDP looks at annotations
+        future = hook(state, bucket)
+        if not is_abandoned:
+            return future
+        given_up: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        given_up.set_result(bucket.buffer())
+        return given_up
+
+    changes = {"native": False, "options": {"grad_scaler": scaler, **options}}
+    with small_chunks(), mock.patch.object(gradferry, "hook", watched):
+        run = Run(dataclasses.replace(scenario, **changes))
+        run.step(0)
+        run.step(1)
+        assert machine.races() == []
+        is_abandoned = True
+        run.ddp(run.targets(2)).backward()
+        is_abandoned = False
+        scaler.update(512.0)
+        run.ddp(run.targets(3)).backward()
+        machine.synchronize()
+        return [race for race in machine.races() if ON_E.search(race) and ON_F.search(race)]
+
+
+# What uses residuals: on E where a pass begins, and on F.
+ON_E, ON_F = re.compile("scale on|take back on"), re.compile("reduce on|decode on")
+
+
+@pytest.mark.parametrize("options", [{}, {"exact_skip": True, "momentum": 0.9}])
+def test_residuals_are_not_rescaled_while_an_abandoned_pass_uses_them(
+    worlds: Worlds, options: dict[str, Any]
+) -> None:
+    scenario = dataclasses.replace(SCENARIO, error_feedback="auto" if options else "both")
+    answers = worlds(2).run(case_abandoned_then_next, scenario=scenario, options=options)
+    assert answers == [[], []]
 
 
 def case_thread_ends(scenario: Scenario) -> bool:

@@ -126,7 +126,12 @@ def case_large_world(world_size: int) -> dict[str, Any]:
     machine.synchronize()
     before = machine.counters()["held_bytes"]
     engine = _native.DeviceEngine(
-        options, device=fake_device.DEVICE, tensors=[], lanes={}, group_name="of no one"
+        options,
+        device=fake_device.DEVICE,
+        tensors=[],
+        lanes={},
+        group_name="of no one",
+        chained=False,
     )
     machine.synchronize()
     held = machine.counters()["held_bytes"] - before

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gathering import Watch, differing, gathered_bytes
+from gradferry.fsdp.hooks import GradientHook
 from outcomes import attempt
 from sharding import SHAPES, Model, Sharding, attached, local_gradients
 from test_fsdp2 import IDLE, assert_equals_reference, assert_scales_change_no_bit, case_train
@@ -206,6 +208,46 @@ def test_every_wait_is_needed(device_worlds: Worlds) -> None:
         assert answer["waits"] == len(WAITS)
         # With a chunk per module there are as many slots: one is free since the step before.
         assert answer["omitted"] == [name != "slot" for name in WAITS]
+
+
+class _InterruptedError(RuntimeError):
+    """What ends a call between its exchange and its end."""
+
+
+def case_memory(attach: dict[str, Any]) -> tuple[int, list[str]]:
+    """How many streams freed memory waits for in a step after the first two; and what the machine
+    finds of a call whose gradient is freed while the engine works on it.
+    """
+    run = Watched(attach)
+    machine, found = run.machine, [run.step(step) for step in range(2)]
+    before = machine.counters()["held_back"]
+    found.append(run.step(2))
+    held_back = machine.counters()["held_back"] - before
+    assert found == [[], [], []]
+
+    def interrupted(hook: GradientHook, gradient: torch.Tensor) -> bool:
+        bucket = hook._passes.indices(hook._number), gradient
+        hook._calls.start([bucket], in_background=False)
+        raise _InterruptedError
+
+    with mock.patch.object(GradientHook, "_average", interrupted), pytest.raises(_InterruptedError):
+        run.sharding.backward(run.model, 3)
+    del run
+    gc.collect()
+    machine.synchronize()
+    # FSDP2's own reduce-scatter is given up, too.
+    return held_back, [race for race in machine.races() if OF_THE_ENGINE.search(race)]
+
+
+OF_THE_ENGINE = re.compile("(encode|reduce|decode) on")
+
+
+@pytest.mark.parametrize("attach", [Q4, MOMENTUM], ids=["q4", "momentum"])
+def test_a_gradient_waits_for_the_streams_of_the_engine_only_in_a_call_that_is_given_up(
+    device_worlds: Worlds, attach: dict[str, Any]
+) -> None:
+    # FSDP2's stream for all-reduces goes on with the average; it waits for the engine.
+    assert device_worlds(4).run(case_memory, attach=attach) == [(MODULES, [])] * 4
 
 
 # --- gathers of parameters ------------------------------------------------------------------------

@@ -100,7 +100,6 @@ def rank_main(rank: int, ending: Ending, folder: Path, release: int) -> int:
     )
     if ending.job.way == "reducer":  # the package keeps one of its own until the end
         gradferry.all_reduce(torch.zeros(500), "q4", name="kept")
-    (folder / f"trains{rank}").touch()
     act = functools.partial(_act, ending.how)
     place = ending.place
     if rank == 1 and ending.peer == "stays":
@@ -113,6 +112,8 @@ def rank_main(rank: int, ending: Ending, folder: Path, release: int) -> int:
     def remember(made: Training) -> Executioner:
         global training  # alive until the interpreter has gone
         training = made
+        # Only from here on do both know of each other, and the peer need not wait for the timeout.
+        (folder / f"trains{rank}").touch()
         return onlooker(made)
 
     try:
@@ -167,10 +168,7 @@ def watch(
 
 def serve() -> int:
     """The server's loop. In a child: what its rank returns."""
-    # Forked with this process. DistributedDataParallel imports torch._dynamo, and with it triton:
-    # an interrupt while triton's own C++ module is loaded aborts the process.
-    import gradferry  # noqa: F401
-    import torch._dynamo  # noqa: F401
+    import gradferry  # noqa: F401 (forked with this process)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     faulthandler.enable()

@@ -326,9 +326,15 @@ def _destroy_groups() -> None:
 
 def _forget_meshes() -> None:
     """DTensor remembers the result of an operation by what its mesh looks like, and the result has
-    the first mesh that looked so: its groups end with the case that made it.
+    the first mesh that looked so: its groups end with the case that made it. Plans of transfers
+    hold the mesh, and with it sockets of its groups.
     """
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _collective_utils, _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute._planner_cache.clear()

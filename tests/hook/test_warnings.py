@@ -22,7 +22,7 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.core.device import Transport
+from gradferry.core.device import Transport, expect_no_blocking
 from gradferry.core.warn import warn
 from gradferry.reduction import advice, step_numbers
 from gradferry.reduction.advice import Surroundings, warn_about_surroundings
@@ -135,9 +135,7 @@ def test_a_warning_can_become_an_error() -> None:
         ({}, True, None),
         ({}, None, None),  # a backend without priorities
         ({"TORCH_NCCL_HIGH_PRIORITY": "1"}, False, None),
-        ({"TORCH_NCCL_BLOCKING_WAIT": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}, True, None),
-        ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, True, ("BLOCKING_WAIT has the host wait", "unset it")),
-        ({"NCCL_BLOCKING_WAIT": "True"}, True, ("BLOCKING_WAIT has the host wait", "unset it")),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, True, None),
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, True, ("into one queue", "unset it")),
         ({}, False, ("normal priority", "TORCH_NCCL_HIGH_PRIORITY=1", "is_high_priority_stream")),
     ],
@@ -177,7 +175,7 @@ def test_the_priority_is_that_of_the_groups_backend(monkeypatch):
 
 
 def test_only_hooks_that_exchange_on_streams_of_a_gpu_are_told(monkeypatch):
-    loud = Surroundings({"TORCH_NCCL_BLOCKING_WAIT": "1"}, high_priority=False, translated=None)
+    loud = Surroundings({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, high_priority=False, translated=None)
     monkeypatch.setattr(Surroundings, "of", classmethod(lambda cls, place, group: loud))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -189,6 +187,19 @@ def test_only_hooks_that_exchange_on_streams_of_a_gpu_are_told(monkeypatch):
         warn_about_surroundings(transport("cuda"), group_with(None))
     assert len(told) == 2
     assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("name", ["TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"])
+def test_collectives_that_block_the_host_are_refused(monkeypatch, name):
+    for value in ("1", "True"):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(gradferry.ConfigError, match="unset it before init_process_group"):
+            expect_no_blocking(transport("cuda"))
+        expect_no_blocking(transport("cpu", streams=False))
+        expect_no_blocking(transport("cuda", streams=False))
+        expect_no_blocking(transport("cuda", exchanges=False))
+    monkeypatch.setenv(name, "0")
+    expect_no_blocking(transport("cuda"))
 
 
 @pytest.mark.parametrize("way", ["hook", "shards", "reducer"])
@@ -243,6 +254,16 @@ def test_callbacks_end_with_their_owner_and_their_parameters() -> None:
     other.step()
     assert called == [other]
     assert len(step_numbers._calls) == before
+
+
+def test_an_owner_that_goes_in_the_middle_of_a_step_ends_its_callback() -> None:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))])
+    owners, called = [Owner()], []
+    handle = call_after_steps(lambda _: owners.clear())
+    call_after_steps(called.append, owner=owners[0])
+    optimizer.step()
+    handle.remove()
+    assert called == []
 
 
 def test_a_callback_that_raises_does_not_keep_the_step_from_others() -> None:

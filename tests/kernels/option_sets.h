@@ -45,6 +45,15 @@ inline std::vector<std::string> option_sets(const Codec& codec) {
   return sets;
 }
 
+// Of all codecs.
+inline std::vector<std::string> all_codecs() {
+  std::vector<std::string> all;
+  for (const Codec& codec : cpu_codecs(Isa::kScalar)) {
+    for (const std::string& text : option_sets(codec)) all.push_back(text);
+  }
+  return all;
+}
+
 // A codec string as part of a name: letters, digits, and what else `allowed` holds.
 inline std::string as_name(std::string text, std::string_view allowed) {
   for (char& c : text) {

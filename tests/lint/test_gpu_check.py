@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -68,6 +69,46 @@ def test_check_that_takes_too_long_fails_and_the_next_one_runs(tool, checks):
     assert "stopped after 0.005 minutes" in rows(tool)["hangs"]["output"][-1]
     assert checks.run("next", 1, program(""))
     assert (checks.failed(), checks.num_left) == (["hangs"], 0)
+
+
+def test_slow_check_that_takes_too_long_is_left_and_the_file_says_so(tool, checks):
+    hangs = program("import time; time.sleep(60)")
+    assert not checks.run("slow", 0.005, hangs, is_slow=True)
+    assert rows(tool)["slow"]["outcome"] == "left"
+    assert (checks.failed(), checks.num_left) == ([], 1)
+    later = tool.Checks(minutes=1, fresh=False)
+    assert not later.run("slow", 1, program("raise SystemExit(1)"), is_slow=True)
+    assert not later.run("slow", 0.005, hangs, is_slow=True)
+    assert later.failed() == ["slow"]  # what is known stays
+
+
+LISTING = """
+arch = sm_90
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function few:
+  REG:32 STACK:0 SHARED:16 LOCAL:0 CONSTANT[0]:592 TEXTURE:0 SURFACE:0 SAMPLER:0
+ Function spills:
+  REG:128 STACK:24 SHARED:0 LOCAL:8 CONSTANT[0]:592 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+
+
+def test_resources_are_rows_by_architecture_and_kernel(tmp_path, monkeypatch):
+    """A stand-in for cuobjdump prints what the toolkit does."""
+    (tmp_path / "cuobjdump").write_text(f"#!/bin/sh\ncat <<'END'\n{LISTING}END\n")
+    (tmp_path / "cuobjdump").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    result = tmp_path / "rows.json"
+    command = [sys.executable, str(SCRIPT.with_name("kernel_resources.py")), "a library", result]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "2 kernels, at most 128 registers, 1 with a stack\n"
+    few = {"registers": 32, "stack": 0, "shared": 16, "local": 0}
+    spills = {"registers": 128, "stack": 24, "shared": 0, "local": 8}
+    assert json.loads(result.read_text()) == [
+        {"arch": "sm_90", "kernel": "spills", **spills},
+        {"arch": "sm_90", "kernel": "few", **few},
+    ]
 
 
 def is_running(process: str) -> bool:
@@ -163,7 +204,7 @@ def test_without_the_package_nothing_that_needs_it_runs(tool, checks, monkeypatc
     tool.check_training(checks)
     tool.measure(checks)
     assert checks.num_left == 1 + len(tool.TRAININGS) + len(tool.MEASUREMENTS)
-    assert not tool.RESULT.exists()
+    assert {row["outcome"] for row in rows(tool).values()} == {"left"}
 
 
 def test_package_that_cannot_be_built_leaves_no_older_one(tool, monkeypatch, tmp_path):
@@ -183,11 +224,12 @@ def test_as_built_compiles_nothing(tool, monkeypatch, tmp_path):
         checks = tool.Checks(minutes=1, fresh=False, as_built=True)
         tool.check_kernels(checks)
         tool.check_package(checks)
+        tool.check_sanitized(checks)
         checks.wait()
         return checks.num_left
 
     (tmp_path / "kernels.built").write_text("other sources")
-    assert call() == 2
+    assert call() == 2 + len(tool.SANITIZERS)
     assert ran == []
     for stage in tool.COMPILED:
         (tmp_path / f"{stage}.built").write_text(tool.digest_of_sources())

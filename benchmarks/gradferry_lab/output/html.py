@@ -59,8 +59,8 @@ def html_page(
 ) -> str:
     """Returns the page as text. Every string is escaped; pictures are embedded.
 
-    A section whose table has the page's title gets no heading of its own; several sections
-    have contents.
+    A section whose table has the page's title gets no heading of its own, and its verdict no name;
+    several sections have contents.
     """
     facts = "".join(
         f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in environment.items()
@@ -70,7 +70,7 @@ def html_page(
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         f'<h1>{escape(title)}</h1>\n<p class="subtitle">{escape(subtitle)}</p>\n'
-        f"{''.join(map(_verdict, sections))}"
+        f"{''.join(_verdict(each, title) for each in sections)}"
         f"{_contents(sections) if len(sections) > 1 else ''}"
         f"{''.join(_section(number, each, title) for number, each in enumerate(sections))}"
         f"<dl>{facts}</dl>\n"
@@ -78,10 +78,12 @@ def html_page(
     )
 
 
-def _verdict(section: Section) -> str:
+def _verdict(section: Section, page_title: str) -> str:
     if not section.verdict:
         return ""
-    return f"<p>{escape(section.table.title)}: {escape(section.verdict)}</p>\n"
+    title = section.table.title
+    of = "" if title == page_title else f"{escape(title)}: "
+    return f"<p>{of}{escape(section.verdict)}</p>\n"
 
 
 def _contents(sections: Sequence[Section]) -> str:

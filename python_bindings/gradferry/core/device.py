@@ -12,8 +12,9 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -110,6 +111,24 @@ def is_staged(group: dist.ProcessGroup, device: torch.device) -> bool:
     return group._get_backend(device).name() == "gloo"
 
 
+def starts_in_order(device: torch.device) -> bool:
+    """Whether the device starts collectives of several communicators in the order in which the host
+    posts them, as NCCL 2.26 promises where its variable asks for it.
+    """
+    if device.type != "cuda" or os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") != "1":
+        return False
+    version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
+    return version() >= (2, 26)
+
+
+_YES = ("1", "y", "yes", "t", "true")  # as torch reads its variables
+
+
+def says_yes(environment: Mapping[str, str], *names: str) -> bool:
+    """Whether one of torch's variables says yes."""
+    return any(environment.get(name, "").lower() in _YES for name in names)
+
+
 @dataclass(frozen=True)
 class Transport:
     """How the bytes of a model's gradients reach the other ranks.
@@ -133,6 +152,22 @@ class Transport:
     def adapted(self, config: Config) -> Config:
         """The configuration with chunks and messages that suit this transport."""
         return on_streams(config) if self.streams else config
+
+
+def expect_no_blocking(transport: Transport) -> None:
+    """Checks that the group's collectives do not have the host wait for them.
+
+    Raises:
+        ConfigError: they do, as torch's variable asks for.
+    """
+    on_streams = transport.device.type == "cuda" and transport.streams and transport.exchanges
+    if on_streams and says_yes(os.environ, "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
+        raise ConfigError(
+            "TORCH_NCCL_BLOCKING_WAIT is set, which has the host wait, by sleeps of a millisecond, "
+            "for each of the hook's collectives in the middle of backward(): unset it before "
+            "init_process_group(); errors and timeouts are noticed without it "
+            "(TORCH_NCCL_ASYNC_ERROR_HANDLING)"
+        )
 
 
 def transport_of(device: torch.device, group: dist.ProcessGroup) -> Transport:
@@ -171,6 +206,7 @@ def agreed_transport(device: torch.device, group: dist.ProcessGroup) -> Transpor
             load_kernels(device.type)
             expect_runnable(device)
         transport = transport_of(device, group)
+        expect_no_blocking(transport)
     except GradferryError as error:
         record = error_record(error)
     raise_first_error(gather_records(record, group, meeting_place(group, device)), group)

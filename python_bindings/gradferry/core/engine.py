@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import (
 
 from gradferry import _native
 from gradferry.core.config import Config
-from gradferry.core.device import CPU, Transport, transport_of
+from gradferry.core.device import CPU, Transport, starts_in_order, transport_of
 from gradferry.core.meeting import hear_failures, patience, store_of, world_ranks
 from gradferry.core.node_memory import share_memory
 from gradferry.core.nodes import Nodes
@@ -176,6 +176,8 @@ def start_engine(
         tensors=list(tensors),
         lanes=lanes,
         group_name=group.group_name if path.exchanges and path.streams else None,
+        # Between nodes of one rank there is one communicator, which keeps the order.
+        chained=len(table) < world_size and not starts_in_order(path.device),
     )
 
 
@@ -315,10 +317,7 @@ def _new_device_backend(
     kind = config.get_device_backend_map()[place.type]
     options: Any = None
     if kind.startswith(dist.Backend.NCCL):
-        options = dist.ProcessGroupNCCL.Options()
-        if isinstance(theirs.options, dist.ProcessGroupNCCL.Options):
-            options.is_high_priority_stream = theirs.options.is_high_priority_stream
-            options.config = theirs.options.config
+        options = nccl_options(theirs.options)
         options._timeout = timeout
     plugin = dist.Backend._plugins.get(kind.upper())
     if plugin is None and kind == dist.Backend.NCCL:  # until it became one
@@ -341,6 +340,22 @@ def _new_device_backend(
     arguments.global_ranks_in_group = [names[each] for each in ranks]
     arguments.process_group = group
     return plugin.creator_fn(arguments, options)
+
+
+def nccl_options(theirs: object) -> Any:
+    """Options for another communicator with the priority and configuration of a group's. Strings
+    are copied: NCCL may free the name of its network with the communicator.
+    """
+    options: Any = dist.ProcessGroupNCCL.Options()
+    if not isinstance(theirs, dist.ProcessGroupNCCL.Options):
+        return options
+    options.is_high_priority_stream = theirs.is_high_priority_stream
+    # The struct as a whole would share its strings; the communicator's own name is not for others.
+    for name in dir(theirs.config):
+        value = getattr(theirs.config, name, None)
+        if isinstance(value, int | str) and not name.startswith("_") and name != "comm_name":
+            setattr(options.config, name, value)
+    return options
 
 
 def _timeout(group: dist.ProcessGroup, place: torch.device) -> timedelta:

@@ -268,8 +268,7 @@ def choose_exchange(option: NodesOption, found: Nodes, *, on_host: bool) -> Exch
 
     With AUTO, ranks add up their gradients inside nodes wherever that saves bytes on a network
     card: where there are two nodes or more and one of them has several ranks. On a device they do
-    so only where the option asks for it, or a trial (`exchanges_to_choose_from`): nobody has
-    timed it on GPUs.
+    so only where the option asks for it, or a trial (`exchanges_to_choose_from`).
 
     Args:
         option: checked.

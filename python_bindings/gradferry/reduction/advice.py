@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 from gradferry.core.config import COARSE_BITS, DEFAULT_RULES, Config, Rule
-from gradferry.core.device import Transport, shown, this_build
+from gradferry.core.device import Transport, says_yes, shown, this_build
 from gradferry.core.parameters import ParameterLayout
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError
@@ -258,9 +258,6 @@ def _closest_names(pattern: str, names: Sequence[str]) -> list[str]:
     return sorted(near, key=nearness, reverse=True)[:3]
 
 
-_YES = ("1", "y", "yes", "t", "true")  # as torch reads its variables
-
-
 @dataclass(frozen=True)
 class Surroundings:
     """What may cost speed.
@@ -290,26 +287,18 @@ class Surroundings:
             translated = f"{place}, of compute capability {shown(capability)}"
         return cls(os.environ, high_priority, translated)
 
-    def is_set(self, *names: str) -> bool:
-        """Whether one of torch's variables says yes."""
-        return any(self.environment.get(name, "").lower() in _YES for name in names)
-
     def advice(self) -> list[str]:
         """A sentence for each setting, which says what to do."""
         sentences = []
-        if self.is_set("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
-            sentences.append(
-                "TORCH_NCCL_BLOCKING_WAIT has the host wait for every collective in the middle of "
-                "backward(), so that nothing overlaps: unset it (errors and timeouts are noticed "
-                "without it, see TORCH_NCCL_ASYNC_ERROR_HANDLING)"
-            )
         if self.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             sentences.append(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams into one queue, so "
                 "that encoding and collectives wait for backward() and it for them: unset it (DDP "
                 "does not need it), or set it to 8 or more"
             )
-        if self.high_priority is False and not self.is_set("TORCH_NCCL_HIGH_PRIORITY"):
+        if self.high_priority is False and not says_yes(
+            self.environment, "TORCH_NCCL_HIGH_PRIORITY"
+        ):
             sentences.append(
                 "the stream of this process group has normal priority, so that its collectives "
                 "wait behind the kernels of backward(): set TORCH_NCCL_HIGH_PRIORITY=1, or make "

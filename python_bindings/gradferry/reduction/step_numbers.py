@@ -152,9 +152,11 @@ class Stats(_Counters, total=False):
     exchanges: dict[str, dict[str, Any]]  # of a fsdp.ShardedState
 
 
-_calls: OrderedDict[int, tuple[WeakIdKeyDictionary | None, Callable[[Optimizer], None]]] = (
-    OrderedDict()
-)
+# Index, owner, callback.
+_calls: OrderedDict[
+    int,
+    tuple[WeakIdKeyDictionary | None, Callable[[], object | None], Callable[[Optimizer], None]],
+] = OrderedDict()
 
 
 def call_after_steps(
@@ -170,7 +172,8 @@ def call_after_steps(
             all callbacks: of several the first.
         index: limits the calls to optimizers that hold a parameter in it, and ends them when all
             these parameters were freed.
-        owner: ends the calls when it is freed; `callback` must not refer to it.
+        owner: ends the calls when it is freed, and is held during each; `callback` must not refer
+            to it.
 
     Returns:
         A handle whose ``remove()`` ends the calls; the callback may use it.
@@ -178,7 +181,8 @@ def call_after_steps(
     _register()
     _forget_freed()  # where no optimizer has stepped since
     handle = RemovableHandle(_calls)
-    _calls[handle.id] = (index, callback)
+    find_owner = (lambda: callback) if owner is None else weakref.ref(owner)
+    _calls[handle.id] = (index, find_owner, callback)
     if owner is not None:
         weakref.finalize(owner, handle.remove).atexit = False
     return handle
@@ -210,7 +214,7 @@ def _register() -> None:
 
 
 def _forget_freed() -> None:
-    for number, (index, _) in list(_calls.items()):
+    for number, (index, _, _) in list(_calls.items()):
         if index is not None and not index:
             _calls.pop(number, None)
 
@@ -218,17 +222,20 @@ def _forget_freed() -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _forget_freed()
     first: Exception | None = None
-    for index, callback in list(_calls.values()):
+    for index, find_owner, callback in list(_calls.values()):
+        owner = find_owner()  # which an earlier callback, or a collection in it, may have freed
         try:
-            if index is None or _holds_any(optimizer, index):
+            if owner is not None and (index is None or _holds_any(optimizer, index)):
                 callback(optimizer)
         except Exception as error:  # the others must know of the step, too
             first = first or error
+        finally:
+            del owner  # an error's traceback refers to this frame
     if first is not None:
         try:
             raise first
         finally:
-            del first  # its traceback refers to this frame
+            del first  # likewise
 
 
 def _holds_any(optimizer: Optimizer, index: WeakIdKeyDictionary) -> bool:

@@ -5,13 +5,7 @@
 #include <utility>
 
 #include "machine.h"
-#include "tests/kernels/simt/machine.h"
-
-namespace gradferry::emulated {
-extern const ChunkKernels chunk_kernels;
-extern const NodeKernels node_kernels;
-extern const MessageKernels message_kernels;
-}  // namespace gradferry::emulated
+#include "tests/kernels/host_library.h"
 
 namespace fake_device {
 namespace {
@@ -27,23 +21,22 @@ void touch_residual(const Touched& touched, const Tile& tile, float* residual) {
   touched.write(residual + tile.residual_offset, tile.num_elements * sizeof(float));
 }
 
-// The emulator runs one launch at a time, and so does the machine's thread.
-const MessageKernels& kernels() { return emulated::message_kernels; }
+const DeviceLibrary& host() { return gradferry::testing::host_library(); }
 
 template <typename T>
 void read_table(const Touched& touched, const T* table, size_t size) {
   touched.read(table, size * sizeof(T));
 }
 
-// Runs a call of the emulator's kernels on a stream: touch(touched) says what it reads and writes.
+// Runs a call on a stream: touch(touched) says what it reads and writes. It is a launch of one
+// kernel, or of none where `work`, which says for how many blocks there is something to do, is 0.
 template <typename Call, typename Touch>
 void enqueue(Stream stream, const char* name, void (*kernel)(const Call&), const Call& call,
-             Touch touch) {
+             uint64_t work, Touch touch) {
   Machine::get().enqueue(number_of(stream), name, [=](const Touched& touched) {
     touch(touched);
-    const uint64_t before = simt::num_launches();
     kernel(call);
-    Machine::get().count_launches(simt::num_launches() - before);
+    Machine::get().count_launches(work == 0 ? 0 : 1);
   });
 }
 
@@ -81,7 +74,7 @@ std::pair<size_t, size_t> gradient_bytes(const ChunkBatch& chunk, const Tile& ti
 }
 
 void encode(const EncodeChunkCall& call) {
-  enqueue(call.chunk.stream, "encode", emulated::chunk_kernels.encode, call,
+  enqueue(call.chunk.stream, "encode", host().chunks.encode, call, call.chunk.num_tiles,
           [=](const Touched& touched) {
             for_tiles(touched, call.chunk, [&](const ChunkTile& entry, auto size) {
               const Tile& tile = entry.tile;
@@ -100,25 +93,24 @@ void encode(const EncodeChunkCall& call) {
 }
 
 void reduce(const ReduceChunkCall& call) {
-  enqueue(call.chunk.stream, "reduce", emulated::chunk_kernels.reduce, call,
-          [=](const Touched& touched) {
-            touch_received(touched, call.received);
-            for_tiles(touched, call.chunk, [&](const ChunkTile& entry, auto size) {
-              const Tile& tile = entry.tile;
-              touch_kept(touched, entry, call.residual);
-              touched.write(call.out + kHeaderBytes + tile.output_offset, size(Stage::kOwner));
-            });
-            if (call.gain != nullptr) touched.read(call.gain, sizeof(float));
-            touch_received(touched, call.from_siblings, /*headers_alone=*/true);
-            if (call.forward != nullptr) touched.write(call.forward, kHeaderBytes);
-            if (call.out != nullptr) touched.write(call.out, kHeaderBytes);
-            touched.write(call.findings, sizeof(Findings));
-            touch_progress(touched, call.chunk, call.received.num_messages + 1);
-          });
+  enqueue(call.chunk.stream, "reduce", host().chunks.reduce, call, 1, [=](const Touched& touched) {
+    touch_received(touched, call.received);
+    for_tiles(touched, call.chunk, [&](const ChunkTile& entry, auto size) {
+      const Tile& tile = entry.tile;
+      touch_kept(touched, entry, call.residual);
+      touched.write(call.out + kHeaderBytes + tile.output_offset, size(Stage::kOwner));
+    });
+    if (call.gain != nullptr) touched.read(call.gain, sizeof(float));
+    touch_received(touched, call.from_siblings, /*headers_alone=*/true);
+    if (call.forward != nullptr) touched.write(call.forward, kHeaderBytes);
+    if (call.out != nullptr) touched.write(call.out, kHeaderBytes);
+    touched.write(call.findings, sizeof(Findings));
+    touch_progress(touched, call.chunk, call.received.num_messages + 1);
+  });
 }
 
 void decode(const DecodeChunkCall& call) {
-  enqueue(call.chunk.stream, "decode", emulated::chunk_kernels.decode, call,
+  enqueue(call.chunk.stream, "decode", host().chunks.decode, call, call.chunk.num_tiles,
           [=](const Touched& touched) {
             touch_received(touched, call.received);
             for_tiles(touched, call.chunk, [&](const ChunkTile& entry, auto size) {
@@ -144,7 +136,7 @@ void decode(const DecodeChunkCall& call) {
 }
 
 void pack(const PackCall& call) {
-  enqueue(call.stream, "pack", emulated::node_kernels.pack, call, [=](const Touched& touched) {
+  enqueue(call.stream, "pack", host().nodes.pack, call, 1, [=](const Touched& touched) {
     const size_t item = item_bytes(call.dtype);
     read_table(touched, call.messages, call.num_messages);
     for (const Message& message : std::span(call.messages, call.num_messages)) {
@@ -162,7 +154,7 @@ void pack(const PackCall& call) {
 }
 
 void sum(const SumCall& call) {
-  enqueue(call.stream, "sum", emulated::node_kernels.sum, call, [=](const Touched& touched) {
+  enqueue(call.stream, "sum", host().nodes.sum, call, call.num_pieces, [=](const Touched& touched) {
     const size_t item = item_bytes(call.dtype);
     read_table(touched, call.messages, call.num_messages);
     read_table(touched, call.pieces, call.num_pieces);
@@ -182,7 +174,7 @@ void sum(const SumCall& call) {
 }
 
 void commit(const CommitCall& call) {
-  enqueue(call.stream, "commit", kernels().commit, call, [=](const Touched& touched) {
+  enqueue(call.stream, "commit", host().messages.commit, call, 1, [=](const Touched& touched) {
     if (call.loss_scale != nullptr) touched.read(call.loss_scale, sizeof(float));
     touched.write(call.findings, sizeof(Findings));
     touched.write(call.record, sizeof(CommitRecord));
@@ -191,7 +183,7 @@ void commit(const CommitCall& call) {
 }
 
 void rescale(const RescaleCall& call) {
-  enqueue(call.stream, "rescale", kernels().rescale, call, [=](const Touched& touched) {
+  enqueue(call.stream, "rescale", host().messages.rescale, call, 1, [=](const Touched& touched) {
     if (call.loss_scale != nullptr) touched.read(call.loss_scale, sizeof(float));
     touched.write(call.residual_scale, sizeof(float));
     touched.write(call.gain, sizeof(float));
@@ -200,18 +192,20 @@ void rescale(const RescaleCall& call) {
 }
 
 void scale(const ScaleCall& call) {
-  enqueue(call.stream, "scale", kernels().scale, call, [=](const Touched& touched) {
-    touched.read(call.factor, sizeof(float));
-    touched.write(call.values, call.num_elements * sizeof(float));
-  });
+  enqueue(call.stream, "scale", host().messages.scale, call, call.num_elements,
+          [=](const Touched& touched) {
+            touched.read(call.factor, sizeof(float));
+            touched.write(call.values, call.num_elements * sizeof(float));
+          });
 }
 
 void take_back(const TakeBackCall& call) {
-  enqueue(call.stream, "take back", kernels().take_back, call, [=](const Touched& touched) {
-    touched.read(call.step_nonfinite, sizeof(uint32_t));
-    touched.read(call.before, call.num_elements * sizeof(float));
-    touched.write(call.values, call.num_elements * sizeof(float));
-  });
+  enqueue(call.stream, "take back", host().messages.take_back, call, call.num_elements,
+          [=](const Touched& touched) {
+            touched.read(call.step_nonfinite, sizeof(uint32_t));
+            touched.read(call.before, call.num_elements * sizeof(float));
+            touched.write(call.values, call.num_elements * sizeof(float));
+          });
 }
 
 std::atomic<bool> capturing{false};

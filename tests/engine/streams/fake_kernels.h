@@ -1,5 +1,5 @@
-// The fake device's kernels: those of CUDA in the emulator, enqueued on its streams, each saying
-// what it reads and writes.
+// The fake device's kernels: the calls of tests/kernels/host_library.h, which leave the bytes of
+// the CUDA kernels, enqueued on its streams, each saying what it reads and writes.
 #pragma once
 
 #include "gradferry/device_library.h"

@@ -270,7 +270,8 @@ void* Machine::allocate(size_t num_bytes, uint32_t stream) {
 void Machine::use_on(const void* memory, uint32_t stream) {
   const std::lock_guard lock(mutex_);
   const auto found = blocks_.find(const_cast<void*>(memory));
-  if (found != blocks_.end()) found->second.used_on.insert(stream);
+  if (found == blocks_.end() || found->second.stream == stream) return;
+  found->second.used_on.insert(stream);
 }
 
 // Its own stream may use the memory again at once; other streams only what they were announced for.
@@ -281,6 +282,7 @@ void Machine::free(void* memory) {
   const Block block = std::move(found->second);
   blocks_.erase(found);
   counters_.held_bytes -= block.num_bytes;
+  counters_.held_back += block.used_on.size();
   for (const uint32_t stream : block.used_on) {
     const MarkPtr mark = record_locked(stream);
     push(block.stream, {"wait", {}, nullptr, mark});

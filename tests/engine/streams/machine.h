@@ -68,8 +68,9 @@ struct Counters {
   uint64_t allocations = 0;
   uint64_t held_bytes = 0;
   uint64_t host_waits = 0;
-  uint64_t waits = 0;     // of streams and of the host, but those of copies and of tests
-  uint64_t launches = 0;  // of kernels, counted when they run
+  uint64_t waits = 0;      // of streams and of the host, but those of copies and of tests
+  uint64_t held_back = 0;  // other streams that freed memory has waited for
+  uint64_t launches = 0;   // of kernels, counted when they run
 };
 
 // What operations take, in simulated seconds.

@@ -21,7 +21,7 @@ py::dict counters() {
   const Counters now = Machine::get().counters();
   return py::dict(py::arg("allocations") = now.allocations, py::arg("held_bytes") = now.held_bytes,
                   py::arg("host_waits") = now.host_waits, py::arg("waits") = now.waits,
-                  py::arg("launches") = now.launches);
+                  py::arg("held_back") = now.held_back, py::arg("launches") = now.launches);
 }
 
 // By reference: torch registers some backends under another holder type.
@@ -64,6 +64,7 @@ PYBIND11_MODULE(gradferry_fake_device, module) {
   module.def("set_capturing", &set_capturing, py::arg("now"));
   module.def("counters", &counters);
   module.def("set_seed", [](uint64_t seed) { Machine::get().set_seed(seed); }, py::arg("seed"));
+  module.def("set_one_at_a_time", &StreamedBackend::set_one_at_a_time, py::arg("patience"));
   // The clock's prices in seconds: of a kernel and each byte it touches, of a collective and each
   // byte it sends.
   module.def(

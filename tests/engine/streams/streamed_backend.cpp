@@ -2,6 +2,7 @@
 
 #include <c10/core/StreamGuard.h>
 
+#include <chrono>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 namespace fake_device {
@@ -40,6 +41,53 @@ void touch(const Touched& touched, const std::vector<at::Tensor>& inputs,
     touched.write(output.mutable_data_ptr(), output.nbytes());
   }
 }
+
+// NCCL does not promise that collectives of two communicators proceed side by side. Where a test
+// takes that away, a collective begins when the one under way on its device is complete, and any
+// two must be ordered, as if they wrote to one place. Only the device's thread calls it, but for
+// set().
+class OneAtATime {
+ public:
+  void set(double patience) {
+    patience_ = patience;
+    has_given_up_ = false;
+  }
+  // Whether a collective may begin now.
+  bool is_free() {
+    if (patience_ == 0 || has_given_up_) return true;
+    others_wait_ |= is_busy_;
+    return !is_busy_;
+  }
+  void begin(const Touched& touched) {
+    touch(touched);
+    is_busy_ = true;
+    others_wait_ = false;
+    since_ = std::chrono::steady_clock::now();
+  }
+  // Gives up once others have waited too long for the collective under way, which is not complete.
+  void look() {
+    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - since_;
+    if (patience_ == 0 || has_given_up_ || !others_wait_ || passed.count() < patience_) return;
+    has_given_up_ = must_report_ = true;
+  }
+  void end(const Touched& touched) {
+    touch(touched);
+    is_busy_ = false;
+    if (!std::exchange(must_report_, false)) return;
+    Machine::get().note_error("deadlock: this collective and one behind it wait for each other");
+  }
+
+ private:
+  void touch(const Touched& touched) const {
+    if (patience_ != 0) touched.write(this, 1);
+  }
+
+  std::atomic<double> patience_ = 0;  // seconds; 0: collectives may proceed side by side
+  std::atomic<bool> has_given_up_ = false;
+  bool is_busy_ = false, others_wait_ = false, must_report_ = false;
+  std::chrono::steady_clock::time_point since_;
+};
+OneAtATime one_at_a_time;
 
 // A collective begins when the last rank has come.
 class Start {
@@ -99,6 +147,8 @@ StreamedBackend::StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, cons
       options_(c10::make_intrusive<Options>(name, timeout)),
       stream_(Machine::get().borrow_stream()) {}
 
+void StreamedBackend::set_one_at_a_time(double patience) { one_at_a_time.set(patience); }
+
 StreamedBackend::~StreamedBackend() { Machine::get().give_back(stream_); }
 
 // Two operations, so that other streams run while bytes travel: a rank may be in collectives of two
@@ -116,23 +166,28 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::run(
       prices.collective + byte_share_ * prices.byte_sent * static_cast<double>(bytes_sent);
   const auto start = takes > 0 ? std::make_shared<Start>() : nullptr;
   const auto begin = [=, carrier = carrier_](const Touched& touched) {
+    one_at_a_time.begin(touched);
     touch(touched, inputs, outputs);
     if (start) start->post(*carrier, touched.begin());
     *under_way = post();
   };
-  machine.enqueue(stream, name, begin, /*is_kernel=*/false);
+  machine.enqueue(stream, name, begin, /*is_kernel=*/false, [] { return one_at_a_time.is_free(); });
   Damage damage;
   if (damage_.countdown == 0) damage = damage_;
   if (damage_.countdown >= 0) --damage_.countdown;
   const auto finish = [=](const Touched& touched) {
     touch(touched, inputs, outputs);
     (*under_way)->wait();
+    one_at_a_time.end(touched);
     if (start) touched.last_until(start->wait() + takes);
     if (damage.countdown < 0) return;
     static_cast<uint8_t*>(outputs[0].mutable_data_ptr())[damage.offset] = damage.value;
   };
-  machine.enqueue(stream, name, finish, /*is_kernel=*/false,
-                  [=] { return (*under_way)->isCompleted() && (!start || start->has_come()); });
+  machine.enqueue(stream, name, finish, /*is_kernel=*/false, [=] {
+    if ((*under_way)->isCompleted() && (!start || start->has_come())) return true;
+    one_at_a_time.look();
+    return false;
+  });
   last_ = machine.record(stream);
   if (in_line) return nullptr;
   return c10::make_intrusive<StreamedWork>(last_, stream, results);

@@ -27,6 +27,10 @@ class StreamedBackend final : public c10d::Backend {
                   int size, std::chrono::milliseconds timeout);
   ~StreamedBackend() override;
 
+  // Of all backends of the device: one collective after the other, in the order in which the device
+  // begins them. Ranks that wait for each other so are reported as a deadlock, after so many
+  // seconds, and go on side by side. 0: they always do.
+  static void set_one_at_a_time(double patience);
   // All-to-alls and all-gathers of single tensors on the current stream, one after the other and
   // without a Work.
   void set_in_line(bool in_line) { in_line_ = in_line; }

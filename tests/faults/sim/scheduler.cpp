@@ -64,7 +64,7 @@ struct Scheduler::Thread {
   std::string name;
   std::function<void()> body;
   std::byte* stack;
-  simt::SanitizedStack sanitized;
+  SanitizedStack sanitized;
   void* stack_pointer;
   Exceptions exceptions = {};
   const void* signal = nullptr;  // it waits for
@@ -73,7 +73,6 @@ struct Scheduler::Thread {
 };
 
 Scheduler::Scheduler(uint64_t seed) : random_(seed), in_order_(seed == 0) {
-  main_.renew(/*is_host=*/true);
   current_scheduler = this;
 }
 
@@ -91,9 +90,7 @@ void Scheduler::start(uint32_t rank, std::string name, std::function<void()> bod
   std::byte* stack = stacks().take();
   auto thread = std::make_unique<Thread>(
       Thread{rank, std::move(name), std::move(body), stack, {stack, kStackBytes}, nullptr});
-  thread->sanitized.renew(/*is_host=*/false);
-  thread->sanitized.begin_again(nullptr);
-  thread->stack_pointer = simt::prepare_stack(stack + kStackBytes, &Scheduler::enter);
+  thread->stack_pointer = prepare_stack(stack + kStackBytes, &Scheduler::enter);
   if (!has_stopped(rank)) ready_.push_back(thread.get());
   threads_.push_back(std::move(thread));
 }
@@ -117,8 +114,8 @@ void Scheduler::resume(Thread& thread) {
   running_ = &thread;
   thread.exceptions.swap_with_current();
   main_.before_switch(thread.sanitized);
-  simt::gradferry_simt_switch(&main_stack_, thread.stack_pointer);
-  main_.after_switch(thread.sanitized);
+  gradferry_switch_stack(&main_stack_, thread.stack_pointer);
+  main_.after_switch();
   thread.exceptions.swap_with_current();
   running_ = nullptr;
 }
@@ -127,8 +124,8 @@ void Scheduler::resume(Thread& thread) {
 void Scheduler::leave() {
   Thread& thread = *running_;
   thread.sanitized.before_switch(main_);
-  simt::gradferry_simt_switch(&thread.stack_pointer, main_stack_);
-  thread.sanitized.after_switch(main_);
+  gradferry_switch_stack(&thread.stack_pointer, main_stack_);
+  thread.sanitized.after_switch();
 }
 
 void Scheduler::run() {

@@ -1,8 +1,7 @@
 // One thread that plays all threads of all ranks, and their time. What runs next is drawn from a
 // seed; time passes only when nothing can run, so waiting costs none.
 //
-// This is what hooks/threads.h is in a simulated world: threads are stacks of
-// tests/kernels/simt/fiber.h.
+// This is what hooks/threads.h is in a simulated world: threads are stacks of fiber.h.
 #pragma once
 
 #include <chrono>
@@ -17,7 +16,7 @@
 
 #include "hooks/threads.h"
 #include "tests/faults/sim/choices.h"
-#include "tests/kernels/simt/fiber.h"
+#include "tests/faults/sim/fiber.h"
 
 namespace gradferry::sim {
 
@@ -84,7 +83,7 @@ class Scheduler {
   Thread* running_ = nullptr;
   std::exception_ptr failure_;  // what a thread threw
   void* main_stack_ = nullptr;
-  simt::SanitizedStack main_;
+  SanitizedStack main_;
   TimePoint time_{std::chrono::hours(1)};
 };
 

@@ -1,7 +1,13 @@
-// The tests of kernels in tests/kernels/simt on a GPU.
+// The tests of kernels on a GPU.
 #include <cuda_runtime.h>
 
 #include "gtest/gtest.h"
+#include "tests/kernels/cuda/kernels_under_test.h"
+
+namespace gradferry::testing {
+Effort effort() { return Effort::kAllTiles; }
+bool offsets_are_far() { return false; }
+}  // namespace gradferry::testing
 
 int main(int argc, char** argv) {
   constexpr int kSkipped = 77;  // as CTest is told

@@ -1,5 +1,5 @@
-// What kernels make of received messages, and the kernels of steps, run by the emulator or by a
-// GPU, against the definitions of docs/reference/wire_format.md in include/gradferry/wire.h.
+// What kernels make of received messages, and the kernels of steps, against the definitions of
+// docs/reference/wire_format.md in include/gradferry/wire.h.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,19 +9,15 @@
 #include <random>
 #include <vector>
 
-#include "gradferry/device_library.h"
-#include "gradferry/wire.h"
-#include "tests/kernels/simt/kernels_on_host.h"
+#include "tests/kernels/cuda/chunk_run.h"
 
 namespace gradferry::testing {
 namespace {
 
-const MessageKernels& message_kernels = message_kernels_on_host();
+class Messages : public LibraryTest {};
 
-// Fewer damages under a sanitizer.
-const size_t kStride = kernels_are_sanitized() ? 205 : 5;
-const uint32_t kNumPairs = kernels_are_sanitized() ? 5 : 100;
-const uint32_t kBitStride = kernels_are_sanitized() ? 32 * 41 : 32;
+// How many damages are tried of those that are alike, or how far they are apart.
+uint32_t pick(uint32_t usual, uint32_t few) { return effort() == Effort::kFewTiles ? few : usual; }
 
 constexpr Envelope kGather{.config_hash = 0x1122334455667788,
                            .layout_hash = 0x99aabbccddeeff00,
@@ -71,7 +67,7 @@ struct Received {
     std::vector<uint64_t> progress(sizeof(ChunkProgress) / sizeof(uint64_t) + messages.size());
     std::vector<float> gradient(num_elements);
     std::vector<uint32_t> flags(tiles.size());
-    chunk_kernels_on_host().decode(
+    Messages::library().chunks.decode(
         {.chunk = {.tiles = tiles.data(),
                    .num_tiles = static_cast<uint32_t>(tiles.size()),
                    .codecs = &kExact,
@@ -111,17 +107,14 @@ struct Received {
   Findings findings{};
 };
 
-TEST(Messages, CheckAcceptsWhatIsRight) {
-  for (uint64_t seed = 1; seed <= 5; ++seed) {
-    set_schedule(seed);
-    Received received({3, 0, 50, 1});
-    received.check();
-    EXPECT_EQ(received.verdicts, std::vector<uint32_t>(4, 0));
-    EXPECT_EQ(received.findings.status, 0u);
-  }
+TEST_P(Messages, CheckAcceptsWhatIsRight) {
+  Received received({3, 0, 50, 1});
+  received.check();
+  EXPECT_EQ(received.verdicts, std::vector<uint32_t>(4, 0));
+  EXPECT_EQ(received.findings.status, 0u);
 }
 
-TEST(Messages, CheckNamesEveryFieldThatIsWrong) {
+TEST_P(Messages, CheckNamesEveryFieldThatIsWrong) {
   const struct {
     WireStatus status;
     void (*damage)(MessageHeader& header);
@@ -151,7 +144,7 @@ TEST(Messages, CheckNamesEveryFieldThatIsWrong) {
   received.expect_fault(WireStatus::kBadPayloadBytes, 2, size, 16);
 }
 
-TEST(Messages, CheckSeesEveryFlippedBitAndNoPadding) {
+TEST_P(Messages, CheckSeesEveryFlippedBitAndNoPadding) {
   Received received({1, 2});
   const std::vector<std::byte> right = received.buffer;
   std::vector<bool> covered(right.size(), false);
@@ -160,7 +153,7 @@ TEST(Messages, CheckSeesEveryFlippedBitAndNoPadding) {
     for (uint32_t i = 0; i < num_bytes; ++i) covered[tile.tile.payload_offset + i] = true;
   }
   const uint64_t checksum = received.header(1).checksum;
-  for (size_t i = received.messages[1].offset + kHeaderBytes; i < right.size(); i += kStride) {
+  for (size_t i = received.messages[1].offset + kHeaderBytes; i < right.size(); i += pick(5, 205)) {
     received.buffer = right;
     received.findings = {};
     received.buffer[i] ^= std::byte(1 << (i % 8));
@@ -174,7 +167,7 @@ TEST(Messages, CheckSeesEveryFlippedBitAndNoPadding) {
 }
 
 // Of one bit in different words: a sum that loses its upper bits would not see them.
-TEST(Messages, CheckSeesEveryPairOfFlippedBits) {
+TEST_P(Messages, CheckSeesEveryPairOfFlippedBits) {
   Received received({1, 3});
   const std::vector<std::byte> right = received.buffer;
   const size_t first = received.messages[1].offset + kHeaderBytes;
@@ -188,7 +181,7 @@ TEST(Messages, CheckSeesEveryPairOfFlippedBits) {
   };
   std::mt19937_64 random(4);
   const auto random_bit = [&] { return static_cast<uint32_t>(random() % num_bits); };
-  for (uint32_t i = 0; i < kNumPairs; ++i) {
+  for (uint32_t i = 0; i < pick(100, 5); ++i) {
     const uint32_t a = random_bit();
     uint32_t b = random_bit();
     if (a == b) continue;
@@ -199,11 +192,11 @@ TEST(Messages, CheckSeesEveryPairOfFlippedBits) {
     ASSERT_TRUE(refused({a | 31, b | 31})) << a << " " << b;
   }
   // Neighbours, across the ends of tiles, too.
-  for (uint32_t bit = 31; bit + 32 < num_bits; bit += kBitStride)
+  for (uint32_t bit = 31; bit + 32 < num_bits; bit += pick(32, 32 * 41))
     ASSERT_TRUE(refused({bit, bit + 32}));
 }
 
-TEST(Messages, TheFirstFaultStaysUnlessItIsAnEcho) {
+TEST_P(Messages, TheFirstFaultStaysUnlessItIsAnEcho) {
   Received received({1, 1, 1});
   received.header(1).status = 10;
   received.check();
@@ -217,7 +210,7 @@ TEST(Messages, TheFirstFaultStaysUnlessItIsAnEcho) {
   EXPECT_EQ(received.verdicts[0], static_cast<uint32_t>(WireStatus::kBadMagic));
 }
 
-TEST(Messages, TakeBackPutsEverythingBackOrNothing) {
+TEST_P(Messages, TakeBackPutsEverythingBackOrNothing) {
   for (const uint64_t n : {1, 4095, 4096, 4097, 10000}) {
     std::vector<float> values(n), before(n);
     for (uint64_t i = 0; i < n; ++i) {
@@ -226,20 +219,20 @@ TEST(Messages, TakeBackPutsEverythingBackOrNothing) {
     }
     const std::vector<float> now = values;
     uint32_t step_nonfinite = 0;
-    message_kernels.take_back({&step_nonfinite, values.data(), before.data(), n, nullptr});
+    library().messages.take_back({&step_nonfinite, values.data(), before.data(), n, nullptr});
     EXPECT_EQ(values, now);
     step_nonfinite = 1;
-    message_kernels.take_back({&step_nonfinite, values.data(), before.data(), n, nullptr});
+    library().messages.take_back({&step_nonfinite, values.data(), before.data(), n, nullptr});
     EXPECT_EQ(values, before);
     EXPECT_EQ(step_nonfinite, 1u);
   }
 }
 
-TEST(Messages, RescaleGivesTheGainToThePresentLossScale) {
+TEST_P(Messages, RescaleGivesTheGainToThePresentLossScale) {
   float residual_scale = 0, gain = 0;
   const auto rescale = [&](const float* loss_scale) {
     uint32_t step_nonfinite = 1;
-    message_kernels.rescale({loss_scale, &residual_scale, &gain, &step_nonfinite, nullptr});
+    library().messages.rescale({loss_scale, &residual_scale, &gain, &step_nonfinite, nullptr});
     EXPECT_EQ(step_nonfinite, 0u);
     return gain;
   };
@@ -251,7 +244,7 @@ TEST(Messages, RescaleGivesTheGainToThePresentLossScale) {
   EXPECT_EQ(residual_scale, 1.0f);
 }
 
-TEST(Messages, ScaleMultipliesWhatStaysFinite) {
+TEST_P(Messages, ScaleMultipliesWhatStaysFinite) {
   for (const uint64_t n : {0, 1, 127, 129, 300000}) {
     std::vector<float> values(n), expected(n);
     for (uint64_t i = 0; i < n; ++i) {
@@ -260,14 +253,14 @@ TEST(Messages, ScaleMultipliesWhatStaysFinite) {
       expected[i] = huge ? values[i] : values[i] * 3;
     }
     const float factor = 3, one = 1;
-    message_kernels.scale({&factor, values.data(), n, nullptr});
+    library().messages.scale({&factor, values.data(), n, nullptr});
     EXPECT_EQ(values, expected);
-    message_kernels.scale({&one, values.data(), n, nullptr});
+    library().messages.scale({&one, values.data(), n, nullptr});
     EXPECT_EQ(values, expected);
   }
 }
 
-TEST(Messages, CommitWritesItsRecordAndTakesTheTile) {
+TEST_P(Messages, CommitWritesItsRecordAndTakesTheTile) {
   Findings findings{.status = 10,
                     .phase = 2,
                     .rank = 3,
@@ -280,7 +273,7 @@ TEST(Messages, CommitWritesItsRecordAndTakesTheTile) {
   CommitRecord record{};
   uint64_t tile = 0;
   const float scale = 1024;
-  message_kernels.commit({7, 9, 2, &scale, &findings, &record, &tile, nullptr});
+  library().messages.commit({7, 9, 2, &scale, &findings, &record, &tile, nullptr});
   CommitRecord expected{.magic = kWireMagic,
                         .wire_version = kWireVersion,
                         .phase = 3,
@@ -302,13 +295,13 @@ TEST(Messages, CommitWritesItsRecordAndTakesTheTile) {
   EXPECT_EQ(findings.status, 10u);  // stays
 }
 
-TEST(Messages, CommitWithoutAnErrorHasTheLossScale) {
+TEST_P(Messages, CommitWithoutAnErrorHasTheLossScale) {
   for (const float scale : {1024.0f, std::numeric_limits<float>::infinity(), 0.0f}) {
     Findings findings{};
     CommitRecord record{};
     uint64_t tile = 0;
     const bool is_there = scale != 0;
-    message_kernels.commit(
+    library().messages.commit(
         {7, 9, 2, is_there ? &scale : nullptr, &findings, &record, &tile, nullptr});
     EXPECT_EQ(record.status, 0u);
     EXPECT_EQ(record.expected, 0u);
@@ -317,6 +310,8 @@ TEST(Messages, CommitWithoutAnErrorHasTheLossScale) {
     EXPECT_EQ(record.checksum, word_sum(bytes, offsetof(CommitRecord, checksum)));
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Libraries, Messages, ::testing::ValuesIn(both_libraries()), library_name);
 
 }  // namespace
 }  // namespace gradferry::testing

@@ -1,12 +1,13 @@
-// The CUDA kernels on a GPU, called with host memory: every call copies what it needs there and
+// The CUDA kernels, called with host memory: every call copies what it needs to the device and
 // back.
 #include <algorithm>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "gradferry/cuda_codecs.h"
 #include "tests/kernels/cuda/gpu_copy.h"
-#include "tests/kernels/simt/kernels_on_host.h"
+#include "tests/kernels/cuda/kernels_under_test.h"
 
 namespace gradferry::testing {
 namespace {
@@ -45,6 +46,43 @@ void take_back(const TakeBackCall& call) {
       {step_nonfinite.get(), values.get(), before.get(), call.num_elements, nullptr});
 }
 
+// Where offsets are far, tables have these more, and arrays begin so much earlier.
+uint64_t far_elements() { return offsets_are_far() ? (uint64_t{1} << 33) + 64 : 0; }
+uint32_t far_bytes() { return offsets_are_far() ? 0xfff00000u : 0; }
+
+template <typename T>
+T* earlier(T* array, uint64_t num_bytes) {
+  if (array == nullptr) return nullptr;
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): it points to nothing
+  return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(array) - num_bytes);
+}
+template <typename Byte>
+Byte* gradient_of(const GpuCopy<Byte>& gradient, ScalarType dtype) {
+  return earlier(gradient.get(), far_elements() * item_bytes(dtype));
+}
+float* residual_of(const GpuCopy<float>& residual) {
+  return earlier(residual.get(), far_elements() * sizeof(float));
+}
+
+std::vector<Message> far_messages(const Message* messages, uint32_t num_messages) {
+  std::vector<Message> result(messages, messages + num_messages);
+  for (Message& message : result) message.offset += far_bytes();
+  return result;
+}
+// `messages_hold`: its payloads count from where messages begin, and not within them.
+std::vector<ChunkTile> far_tiles(const ChunkBatch& chunk, bool messages_hold) {
+  std::vector<ChunkTile> result(chunk.tiles, chunk.tiles + chunk.num_tiles);
+  for (ChunkTile& entry : result) {
+    entry.tile.gradient_offset += far_elements();
+    entry.tile.residual_offset += far_elements();
+    if (!messages_hold) continue;
+    entry.tile.payload_offset += far_bytes();
+    entry.tile.output_offset += far_bytes();
+    if (entry.summed_offset != 0) entry.summed_offset += far_bytes();
+  }
+  return result;
+}
+
 // How far the arrays of a chunk reach.
 struct Extents {
   size_t gradient = 0;  // bytes
@@ -76,8 +114,9 @@ Extents extents_of(const ChunkBatch& chunk, Stage stage) {
 
 // The tables of a chunk on the GPU; `num_sums`: of messages received and sent.
 struct GpuChunk {
-  GpuChunk(const ChunkBatch& of, size_t num_sums)
-      : tiles(of.tiles, of.num_tiles),
+  GpuChunk(const ChunkBatch& of, size_t num_sums, bool messages_hold)
+      : shifted(far_tiles(of, messages_hold)),
+        tiles(shifted.data(), shifted.size()),
         codecs(of.codecs, num_codecs(of)),
         progress(reinterpret_cast<uint64_t*>(of.progress),
                  sizeof(ChunkProgress) / sizeof(uint64_t) + num_sums),
@@ -93,7 +132,8 @@ struct GpuChunk {
     }
     return num;
   }
-  GpuCopy<const ChunkTile> tiles;
+  std::vector<ChunkTile> shifted;
+  GpuCopy<ChunkTile> tiles;
   GpuCopy<const ChunkCodec> codecs;
   GpuCopy<uint64_t> progress;
   ChunkBatch chunk;
@@ -101,11 +141,14 @@ struct GpuChunk {
 
 struct GpuReceived {
   GpuReceived(const ReceivedMessages& of, size_t num_bytes)
-      : messages(of.messages, of.num_messages),
+      : shifted(far_messages(of.messages, of.num_messages)),
+        messages(shifted.data(), shifted.size()),
         buffer(of.buffer, num_bytes),
         verdicts(of.verdicts, of.num_messages),
-        received{messages.get(), of.num_messages, buffer.get(), verdicts.get()} {}
-  GpuCopy<const Message> messages;
+        received{messages.get(), of.num_messages, earlier(buffer.get(), far_bytes()),
+                 verdicts.get()} {}
+  std::vector<Message> shifted;
+  GpuCopy<Message> messages;
   GpuCopy<const std::byte> buffer;
   GpuCopy<uint32_t> verdicts;
   ReceivedMessages received;
@@ -113,19 +156,21 @@ struct GpuReceived {
 
 void encode_chunk(const EncodeChunkCall& call) {
   const Extents extents = extents_of(call.chunk, Stage::kWorker);
-  const GpuChunk chunk(call.chunk, call.num_messages);
+  const GpuChunk chunk(call.chunk, call.num_messages, true);
   const GpuCopy gradient(as_bytes(call.gradient), extents.gradient);
   const GpuCopy gain(call.gain, 1);
   const GpuCopy residual(call.residual, extents.residual);
-  const GpuCopy messages(call.messages, call.num_messages);
+  std::vector<Message> shifted = far_messages(call.messages, call.num_messages);
+  const GpuCopy messages(shifted.data(), shifted.size());
   const GpuCopy out(call.out, std::max(extents.payload, end_of(call.messages, call.num_messages)));
-  cuda_library().chunks.encode({chunk.chunk, gradient.get(), gain.get(), residual.get(),
-                                messages.get(), call.num_messages, out.get()});
+  cuda_library().chunks.encode({chunk.chunk, gradient_of(gradient, call.chunk.dtype), gain.get(),
+                                residual_of(residual), messages.get(), call.num_messages,
+                                earlier(out.get(), far_bytes())});
 }
 
 void reduce_chunk(const ReduceChunkCall& call) {
   const Extents extents = extents_of(call.chunk, Stage::kWorker);
-  const GpuChunk chunk(call.chunk, call.received.num_messages + 1);
+  const GpuChunk chunk(call.chunk, call.received.num_messages + 1, false);
   const GpuReceived received(call.received,
                              end_of(call.received.messages, call.received.num_messages));
   const GpuCopy gain(call.gain, 1);
@@ -135,56 +180,58 @@ void reduce_chunk(const ReduceChunkCall& call) {
   const ReceivedMessages& siblings = call.from_siblings;
   const GpuReceived from_siblings(siblings, end_of(siblings.messages, siblings.num_messages));
   const GpuCopy forward(call.forward, sizeof(MessageHeader));
-  cuda_library().chunks.reduce({chunk.chunk, received.received, gain.get(), residual.get(),
+  cuda_library().chunks.reduce({chunk.chunk, received.received, gain.get(), residual_of(residual),
                                 call.payload_bytes, out.get(), findings.get(),
                                 from_siblings.received, call.forward_payload_bytes, forward.get()});
 }
 
-// How far pieces reach in the bucket and in the sum, in elements.
-std::pair<size_t, size_t> ends_of(const ChunkPiece* pieces, uint32_t num_pieces) {
-  size_t gradient = 0, sum = 0;
-  for (const ChunkPiece& piece : std::span(pieces, num_pieces)) {
-    gradient = std::max<size_t>(gradient, piece.gradient_offset + piece.num_elements);
-    sum = std::max<size_t>(sum, piece.offset + piece.num_elements);
+// What calls for siblings share, on the GPU. `Call`: PackCall or SumCall.
+template <typename Call>
+struct GpuPieces {
+  explicit GpuPieces(const Call& of)
+      : pieces(of.pieces, of.num_pieces),
+        gradient(as_bytes(of.gradient), end_of_pieces(of, true) * item_bytes(of.dtype)),
+        messages(of.messages, of.num_messages),
+        call(of) {
+    call.pieces = pieces.get();
+    call.gradient = gradient.get();
+    call.messages = messages.get();
   }
-  return {gradient, sum};
-}
+  // How far they reach in the bucket or in the sum, in elements.
+  static size_t end_of_pieces(const Call& of, bool in_bucket) {
+    size_t end = 0;
+    for (const ChunkPiece& piece : std::span(of.pieces, of.num_pieces)) {
+      const size_t begin = in_bucket ? piece.gradient_offset : piece.offset;
+      end = std::max(end, begin + piece.num_elements);
+    }
+    return end;
+  }
+  GpuCopy<const ChunkPiece> pieces;
+  GpuCopy<const std::byte> gradient;
+  GpuCopy<const Message> messages;
+  Call call;
+};
 
 void pack(const PackCall& call) {
-  PackCall on_gpu = call;
-  const size_t item = item_bytes(call.dtype);
-  const auto [gradient_end, sum_end] = ends_of(call.pieces, call.num_pieces);
-  const GpuCopy pieces(call.pieces, call.num_pieces);
-  const GpuCopy gradient(as_bytes(call.gradient), gradient_end * item);
-  const GpuCopy messages(call.messages, call.num_messages);
+  GpuPieces gpu(call);
   const GpuCopy out(call.out, end_of(call.messages, call.num_messages));
-  on_gpu.pieces = pieces.get();
-  on_gpu.gradient = gradient.get();
-  on_gpu.messages = messages.get();
-  on_gpu.out = out.get();
-  cuda_library().nodes.pack(on_gpu);
+  gpu.call.out = out.get();
+  cuda_library().nodes.pack(gpu.call);
 }
 
 void sum(const SumCall& call) {
-  SumCall on_gpu = call;
-  const size_t item = item_bytes(call.dtype);
-  const auto [gradient_end, sum_end] = ends_of(call.pieces, call.num_pieces);
-  const GpuCopy pieces(call.pieces, call.num_pieces);
-  const GpuCopy gradient(as_bytes(call.gradient), gradient_end * item);
-  const GpuCopy messages(call.messages, call.num_messages);
+  GpuPieces gpu(call);
+  const size_t sum_bytes = gpu.end_of_pieces(call, false) * item_bytes(call.dtype);
   const GpuCopy received(call.received, end_of(call.messages, call.num_messages));
-  const GpuCopy sum(static_cast<std::byte*>(call.sum), sum_end * item);
-  on_gpu.pieces = pieces.get();
-  on_gpu.gradient = gradient.get();
-  on_gpu.messages = messages.get();
-  on_gpu.received = received.get();
-  on_gpu.sum = sum.get();
-  cuda_library().nodes.sum(on_gpu);
+  const GpuCopy sum(static_cast<std::byte*>(call.sum), sum_bytes);
+  gpu.call.received = received.get();
+  gpu.call.sum = sum.get();
+  cuda_library().nodes.sum(gpu.call);
 }
 
 void decode_chunk(const DecodeChunkCall& call) {
   Extents extents = extents_of(call.chunk, Stage::kOwner);
-  const GpuChunk chunk(call.chunk, call.received.num_messages);
+  const GpuChunk chunk(call.chunk, call.received.num_messages, true);
   const GpuReceived received(
       call.received,
       std::max(extents.payload, end_of(call.received.messages, call.received.num_messages)));
@@ -199,8 +246,9 @@ void decode_chunk(const DecodeChunkCall& call) {
   const GpuCopy flags(call.flags, call.chunk.num_tiles);
   const GpuCopy findings(call.findings, 1);
   const GpuCopy step_nonfinite(call.step_nonfinite, 1);
-  cuda_library().chunks.decode({chunk.chunk, received.received, sent.get(), gradient.get(),
-                                residual.get(), flags.get(), findings.get(), step_nonfinite.get()});
+  cuda_library().chunks.decode({chunk.chunk, received.received, earlier(sent.get(), far_bytes()),
+                                gradient_of(gradient, call.chunk.dtype), residual_of(residual),
+                                flags.get(), findings.get(), step_nonfinite.get()});
 }
 
 void commit(const CommitCall& call) {
@@ -218,23 +266,13 @@ void commit(const CommitCall& call) {
 
 }  // namespace
 
-const ChunkKernels& chunk_kernels_on_host() {
-  static const ChunkKernels on_host{&encode_chunk, &reduce_chunk, &decode_chunk};
-  return on_host;
+const DeviceLibrary& kernels_under_test() {
+  static const DeviceLibrary library{kDeviceLibraryVersion,
+                                     {&encode_chunk, &reduce_chunk, &decode_chunk},
+                                     {&pack, &sum},
+                                     {&take_back, &rescale, &scale, &commit},
+                                     cuda_library().is_capturing};
+  return library;
 }
-
-const NodeKernels& node_kernels_on_host() {
-  static const NodeKernels on_host{&pack, &sum};
-  return on_host;
-}
-
-const MessageKernels& message_kernels_on_host() {
-  static const MessageKernels on_host{&take_back, &rescale, &scale, &commit};
-  return on_host;
-}
-
-bool kernels_are_emulated() { return false; }
-bool kernels_are_sanitized() { return false; }
-void set_schedule(uint64_t /*seed*/) {}  // a GPU has its own
 
 }  // namespace gradferry::testing

@@ -1,15 +1,17 @@
-// The kernels between ranks of one node, run by the emulator or by a GPU, against sums in plain
-// numbers; and what the kernels of a chunk do for siblings.
+// The kernels between ranks of one node, against sums in plain numbers; and what the kernels of a
+// chunk do for siblings.
 #include <gtest/gtest.h>
 
 #include <array>
 #include <cmath>
 #include <cstring>
 
-#include "tests/kernels/simt/chunk_run.h"
+#include "tests/kernels/cuda/chunk_run.h"
 
 namespace gradferry::testing {
 namespace {
+
+class Nodes : public LibraryTest {};
 
 constexpr ScalarType kTypes[] = {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16,
                                  ScalarType::kFloat64};
@@ -51,7 +53,7 @@ struct Node {
   void pack(uint32_t i) {
     std::vector<ChunkPiece> to_one = pieces;
     for (ChunkPiece& piece : to_one) piece.message = i;
-    node_kernels_on_host().pack({to_one.data(), static_cast<uint32_t>(to_one.size()), dtype,
+    Nodes::library().nodes.pack({to_one.data(), static_cast<uint32_t>(to_one.size()), dtype,
                                  buckets[i].data(), local_envelope(4 + i), messages.data(), kRanks,
                                  out.data(), nullptr});
   }
@@ -67,7 +69,7 @@ struct Node {
     }
   }
   void add(double scale) {
-    node_kernels_on_host().sum({pieces.data(), static_cast<uint32_t>(pieces.size()), dtype,
+    Nodes::library().nodes.sum({pieces.data(), static_cast<uint32_t>(pieces.size()), dtype,
                                 buckets[kOwn].data(), local_envelope(4 + kOwn), messages.data(),
                                 kRanks, received.data(), scale, sum.data(), nullptr});
     EXPECT_TRUE(sum.guards_intact());
@@ -102,7 +104,7 @@ Number expected_sum(const Node& node, const ChunkPiece& piece, uint32_t k, doubl
 
 const std::vector<uint32_t> kSizes = {4096, 77, 1, 1030, 4095, 5, 16};
 
-TEST(Nodes, SumInRankOrderWhateverTheAlignment) {
+TEST_P(Nodes, SumInRankOrderWhateverTheAlignment) {
   for (const ScalarType dtype : kTypes) {
     for (const Input input : {Input::kGaussian, Input::kHuge, Input::kTiny, Input::kNonFinite}) {
       SCOPED_TRACE(dtype_name(dtype));
@@ -131,7 +133,7 @@ TEST(Nodes, SumInRankOrderWhateverTheAlignment) {
   }
 }
 
-TEST(Nodes, PackMovesEveryBitAndWritesHeaders) {
+TEST_P(Nodes, PackMovesEveryBitAndWritesHeaders) {
   for (const ScalarType dtype : kTypes) {
     SCOPED_TRACE(dtype_name(dtype));
     Node node(dtype, kSizes, Input::kNonFinite);
@@ -152,7 +154,7 @@ TEST(Nodes, PackMovesEveryBitAndWritesHeaders) {
   }
 }
 
-TEST(Nodes, AnEmptyColumnIsHeadersAlone) {
+TEST_P(Nodes, AnEmptyColumnIsHeadersAlone) {
   Node node(ScalarType::kFloat32, {}, Input::kGaussian);
   node.exchange();
   node.add(0.5);
@@ -162,7 +164,7 @@ TEST(Nodes, AnEmptyColumnIsHeadersAlone) {
 }
 
 // This rank's own message is never looked at.
-TEST(Nodes, AWrongHeaderMakesTheSumNaN) {
+TEST_P(Nodes, AWrongHeaderMakesTheSumNaN) {
   for (const ScalarType dtype : kTypes) {
     for (const uint32_t damaged : {0u, 1u, 2u}) {
       Node node(dtype, {70, 5}, Input::kGaussian);
@@ -204,21 +206,21 @@ struct Siblings {
   Buffer forward{512};
 };
 
-TEST(Nodes, ReduceChecksSiblingsAndWritesTheForwardHeader) {
-  ChunkRun run(small_setup()), cpu(small_setup());
-  run.until_reduce_on_cpu(), cpu.until_reduce_on_cpu();
+TEST_P(Nodes, ReduceChecksSiblingsAndWritesTheForwardHeader) {
+  ChunkRun run(small_setup(), library()), host(small_setup());
+  run.until_reduce(), host.until_reduce();
   Siblings siblings(run);
   run.reduce(0);
-  cpu.reduce_on_cpu(0);
-  EXPECT_TRUE(run.ranks[0].message == cpu.ranks[0].message);
+  host.reduce(0);
+  EXPECT_TRUE(run.ranks[0].message == host.ranks[0].message);
   EXPECT_EQ(siblings.verdicts, (std::vector<uint32_t>{0, 0}));
   EXPECT_EQ(run.findings.status, 0u);
   siblings.expect_forward(run, 0);
 }
 
-TEST(Nodes, ReduceReportsASiblingsMessage) {
-  ChunkRun run(small_setup());
-  run.until_reduce_on_cpu();
+TEST_P(Nodes, ReduceReportsASiblingsMessage) {
+  ChunkRun run(small_setup(), library());
+  run.until_reduce();
   Siblings siblings(run);
   siblings.received.data()[siblings.messages[1].offset + 32] ^= std::byte{1};  // the step
   run.reduce(0);
@@ -234,7 +236,7 @@ TEST(Nodes, ReduceReportsASiblingsMessage) {
 }
 
 // What is undone is what was encoded: a sum that lies behind the messages, and not the bucket.
-TEST(Nodes, DecodeUndoesWithTheSum) {
+TEST_P(Nodes, DecodeUndoesWithTheSum) {
   for (const ScalarType dtype : kTypes) {
     SCOPED_TRACE(dtype_name(dtype));
     ChunkSetup setup = small_setup();
@@ -243,15 +245,17 @@ TEST(Nodes, DecodeUndoesWithTheSum) {
     setup.beta = 0.75f;
     setup.input_of_rank_0 = Input::kNonFinite;
     if (dtype == ScalarType::kFloat64) setup.codecs = {"exact"};
-    ChunkRun run(setup), cpu(setup);
-    run.until_decode_on_cpu(), cpu.until_decode_on_cpu();
+    ChunkRun run(setup, library()), host(setup);
+    run.until_decode(), host.until_decode();
     run.sum_behind_messages(1);
     run.decode(1);
-    cpu.decode_on_cpu(1);
-    EXPECT_TRUE(run.ranks[1].worker == cpu.ranks[1].worker);
-    EXPECT_TRUE(run.ranks[1].gradient == cpu.ranks[1].gradient);
+    host.decode(1);
+    EXPECT_TRUE(run.ranks[1].worker == host.ranks[1].worker);
+    EXPECT_TRUE(run.ranks[1].gradient == host.ranks[1].gradient);
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Libraries, Nodes, ::testing::ValuesIn(both_libraries()), library_name);
 
 }  // namespace
 }  // namespace gradferry::testing

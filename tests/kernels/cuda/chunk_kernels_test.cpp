@@ -1,32 +1,19 @@
-// The kernels of chunks, run by the emulator or by a GPU: a chunk goes through all ranks, and every
-// byte is compared with what the CPU codecs and the law of headers give, tile by tile.
+// The kernels of chunks: a chunk goes through all ranks, and every byte is compared with what
+// tests/kernels/host_library.h gives.
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstring>
 
-#include "tests/kernels/simt/chunk_run.h"
+#include "tests/kernels/cuda/chunk_run.h"
 
 namespace gradferry::testing {
 namespace {
 
-// With all of their options.
-std::vector<std::string> all_codecs() {
-  std::vector<std::string> all;
-  for (const Codec& codec : cpu_codecs(Isa::kScalar)) {
-    for (const std::string& text : option_sets(codec)) all.push_back(text);
-  }
-  return all;
-}
-
-TEST(Chunks, GiveTheBytesOfTheCpuUnderEverySeed) {
-  const uint64_t num_seeds = kernels_are_sanitized() ? 1 : 5;
-  for (uint64_t seed = 1; seed <= num_seeds; ++seed) {
-    set_schedule(seed);
-    ChunkSetup setup;
-    setup.gain = 0.5f;
-    expect_bytes_of_the_cpu(ChunkRun(setup));
-  }
+TEST(Chunks, GiveTheBytesOfTheHost) {
+  ChunkSetup setup;
+  setup.gain = 0.5f;
+  expect_bytes_of_the_host(ChunkRun(setup));
 }
 
 TEST(Chunks, HoldEveryCodecBesideExact) {
@@ -43,7 +30,7 @@ TEST(Chunks, HoldEveryCodecBesideExact) {
       setup.input_of_rank_0 = Input::kNonFinite;
       setup.alpha = 0.25f;
       setup.beta = 0.75f;
-      expect_bytes_of_the_cpu(ChunkRun(setup));
+      expect_bytes_of_the_host(ChunkRun(setup));
     }
   }
 }
@@ -58,10 +45,9 @@ TEST(Chunks, HoldEveryMixture) {
   for (const ScalarType dtype :
        {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16}) {
     SCOPED_TRACE(dtype_name(dtype));
-    set_schedule(1 + static_cast<uint64_t>(dtype));
     setup.dtype = dtype;
     setup.input_of_rank_0 = dtype == ScalarType::kFloat32 ? Input::kNonFinite : Input::kHeavyTail;
-    expect_bytes_of_the_cpu(ChunkRun(setup));
+    expect_bytes_of_the_host(ChunkRun(setup));
   }
 }
 
@@ -72,7 +58,7 @@ TEST(Chunks, HoldFloat64) {
     setup.dtype = ScalarType::kFloat64;
     setup.input_of_rank_0 = input;
     setup.beta = 0.9f;
-    expect_bytes_of_the_cpu(ChunkRun(setup));
+    expect_bytes_of_the_host(ChunkRun(setup));
   }
 }
 
@@ -83,18 +69,18 @@ TEST(Chunks, WithoutMessagesAreOnlyEncodedAndDecoded) {
   setup.world_size = 1;
   setup.alpha = 0.25f;
   setup.beta = 0.75f;
-  ChunkRun kernels(setup), cpu(setup);
-  kernels.encode(0, false), cpu.encode_on_cpu(0, false);
-  expect_same(kernels, cpu);
-  for (ChunkRun* run : {&kernels, &cpu}) {
+  ChunkRun host(setup), kernels = by_kernels(host);
+  kernels.encode(0, false), host.encode(0, false);
+  expect_same(kernels, host);
+  for (ChunkRun* run : {&kernels, &host}) {
     Rank& r = run->ranks[0];
     ASSERT_EQ(r.gathered.size(), r.sent.size());
     std::memcpy(r.gathered.data(), r.sent.data(), r.sent.size());
   }
-  kernels.decode(0, false), cpu.decode_on_cpu(0);
+  kernels.decode(0, false), host.decode(0, false);
   EXPECT_EQ(kernels.verdicts, std::vector<uint32_t>{77});  // untouched
-  EXPECT_EQ(kernels.findings.nonfinite_tile, cpu.findings.nonfinite_tile);
-  expect_same(kernels, cpu);
+  EXPECT_EQ(kernels.findings.nonfinite_tile, host.findings.nonfinite_tile);
+  expect_same(kernels, host);
 }
 
 // Few and small, for sanitizers.
@@ -106,14 +92,16 @@ TEST(Chunks, StayInsideEveryBufferOfAMixture) {
     setup.world_size = 2;
     setup.sizes.clear();
     for (uint32_t i = 0; i < 2 * codecs.size(); ++i) setup.sizes.push_back(5 + 125 * (i % 3));
-    expect_bytes_of_the_cpu(ChunkRun(setup));
+    expect_bytes_of_the_host(ChunkRun(setup));
   }
 }
 
 // --- what is wrong with messages -----------------------------------------------------------------
 
-TEST(Chunks, ReduceRefusesADamagedMessageAndStillSends) {
-  ChunkRun run(small_setup());
+class DamagedChunks : public LibraryTest {};
+
+TEST_P(DamagedChunks, ReduceRefusesADamagedMessageAndStillSends) {
+  ChunkRun run(small_setup(), library());
   for (uint32_t rank = 0; rank < 3; ++rank) run.encode(rank);
   run.scatter();
   run.ranks[0].scattered.data()[run.scattered(0, 1).offset + kHeaderBytes + 9] ^= std::byte{4};
@@ -131,10 +119,10 @@ TEST(Chunks, ReduceRefusesADamagedMessageAndStillSends) {
             word_sum(run.ranks[0].message.data() + kHeaderBytes, header.payload_bytes));
 }
 
-TEST(Chunks, ReduceCountsCorruptTiles) {
+TEST_P(DamagedChunks, ReduceCountsCorruptTiles) {
   ChunkSetup setup = small_setup();
   setup.codecs = {"q4"};
-  ChunkRun run(setup);
+  ChunkRun run(setup, library());
   for (uint32_t rank = 0; rank < 3; ++rank) run.encode(rank);
   run.scatter();
   // Scales that no encoder writes, in a message that is otherwise right.
@@ -150,16 +138,16 @@ TEST(Chunks, ReduceCountsCorruptTiles) {
   EXPECT_EQ(run.findings.received, 2u);  // tiles that rank 0 owns
 }
 
-TEST(Chunks, DecodeMakesTilesOfRefusedMessagesNaN) {
+TEST_P(DamagedChunks, DecodeMakesTilesOfRefusedMessagesNaN) {
   for (const ScalarType dtype :
        {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16, ScalarType::kFloat64}) {
     ChunkSetup setup = small_setup();
     setup.dtype = dtype;
     setup.bare = kAllTiles;
     if (dtype == ScalarType::kFloat64) setup.codecs = {"exact"};
-    ChunkRun run(setup), cpu(setup);
-    run.until_decode_on_cpu(), cpu.until_decode_on_cpu();
-    cpu.decode_on_cpu(1);
+    ChunkRun run(setup, library()), host(setup);
+    run.until_decode(), host.until_decode();
+    host.decode(1);
     run.ranks[1].gathered.data()[run.gathered(0).offset + 32] ^= std::byte{1};  // the step
     run.decode(1);
     const auto refused = static_cast<uint32_t>(WireStatus::kBadStep);
@@ -179,7 +167,7 @@ TEST(Chunks, DecodeMakesTilesOfRefusedMessagesNaN) {
           ASSERT_TRUE(std::isnan(value)) << i << " " << e;
         } else {
           ASSERT_EQ(std::memcmp(run.ranks[1].gradient.data() + at,
-                                cpu.ranks[1].gradient.data() + at, item),
+                                host.ranks[1].gradient.data() + at, item),
                     0);
         }
       }
@@ -187,12 +175,12 @@ TEST(Chunks, DecodeMakesTilesOfRefusedMessagesNaN) {
   }
 }
 
-TEST(Chunks, DecodeNotesTheFirstCorruptTile) {
+TEST_P(DamagedChunks, DecodeNotesTheFirstCorruptTile) {
   ChunkSetup setup = small_setup();
   setup.codecs = {"q4"};
   setup.bare = kAllTiles;
-  ChunkRun run(setup);
-  run.until_decode_on_cpu();
+  ChunkRun run(setup, library());
+  run.until_decode();
   const Message message = run.gathered(1);
   Buffer& gathered = run.ranks[2].gathered;
   std::memset(gathered.data() + message.offset + kHeaderBytes, 0xff, message.payload_bytes);
@@ -205,6 +193,9 @@ TEST(Chunks, DecodeNotesTheFirstCorruptTile) {
   EXPECT_EQ(run.findings.received, 1u);
   EXPECT_EQ(run.findings.nonfinite_tile, 102u);  // the second tile
 }
+
+INSTANTIATE_TEST_SUITE_P(Libraries, DamagedChunks, ::testing::ValuesIn(both_libraries()),
+                         library_name);
 
 }  // namespace
 }  // namespace gradferry::testing

@@ -1,5 +1,5 @@
 // A chunk on all ranks, for the tests of its kernels: what a rank has in device memory, each stage
-// by the kernels or by the CPU codecs one tile at a time, and what is sent between ranks.
+// by one library or another, and what is sent between ranks.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -12,7 +12,8 @@
 
 #include "gradferry/wire.h"
 #include "tests/kernels/contract_cases.h"
-#include "tests/kernels/simt/kernels_on_host.h"
+#include "tests/kernels/cuda/kernels_under_test.h"
+#include "tests/kernels/host_library.h"
 
 namespace gradferry::testing {
 
@@ -59,7 +60,8 @@ struct Rank {
 // A chunk on all ranks.
 class ChunkRun {
  public:
-  explicit ChunkRun(ChunkSetup s) : setup(std::move(s)) {
+  explicit ChunkRun(ChunkSetup s, const DeviceLibrary& l = host_library())
+      : setup(std::move(s)), used_library(&l) {
     for (const std::string& codec : setup.codecs) {
       const ParsedCodec parsed = parse_codec(codec);
       const auto row = static_cast<uint32_t>(parsed.codec - codecs().data());
@@ -140,14 +142,14 @@ class ChunkRun {
                                      codecs_[places_[i].codec].options);
   }
 
-  // --- by the kernels
+  // --- by the library
 
   // `sends`: writes headers.
   void encode(uint32_t rank, bool sends = true) {
     Rank& r = ranks[rank];
-    chunk_kernels_on_host().encode({chunk(rank, encode_), r.gradient.data(), &setup.gain,
-                                    floats(r.worker), sent_.data(), sends ? num_ranks() : 0,
-                                    r.sent.data()});
+    used_library->chunks.encode({chunk(rank, encode_), r.gradient.data(), &setup.gain,
+                                 floats(r.worker), sent_.data(), sends ? num_ranks() : 0,
+                                 r.sent.data()});
     expect_clean();
   }
   void reduce(uint32_t rank) {
@@ -155,7 +157,7 @@ class ChunkRun {
     const std::vector<ChunkTile> tiles = reduced_by(rank);
     const std::vector<Message> messages = scattered_to(rank);
     verdicts.assign(num_ranks(), 77);
-    chunk_kernels_on_host().reduce(
+    used_library->chunks.reduce(
         {chunk(rank, tiles),
          {messages.data(), num_ranks(), r.scattered.data(), verdicts.data()},
          &setup.gain,
@@ -173,7 +175,7 @@ class ChunkRun {
     Rank& r = ranks[rank];
     verdicts.assign(num_ranks(), 77);
     flags.assign(decode_.size(), 77);
-    chunk_kernels_on_host().decode(
+    used_library->chunks.decode(
         {chunk(rank, decode_),
          {gathered_.data(), received ? num_ranks() : 0, r.gathered.data(), verdicts.data()},
          r.sent.data(),
@@ -200,66 +202,6 @@ class ChunkRun {
     }
   }
 
-  // --- by the CPU, one tile at a time
-
-  void encode_on_cpu(uint32_t rank, bool sends = true) {
-    Rank& r = ranks[rank];
-    for (size_t i = 0; i < encode_.size(); ++i) {
-      TileStatus status{};
-      codec_of(i).encode(batch(encode_[i], Stage::kWorker, status), r.gradient.data(), setup.alpha,
-                         &setup.gain, residual_of(encode_[i], r.worker), r.sent.data());
-    }
-    for (uint32_t p = 0; sends && p < num_ranks(); ++p) {
-      seal(r.sent, sent_[p], envelope(rank, Phase::kScatter), 0);
-    }
-  }
-  void reduce_on_cpu(uint32_t rank) {
-    Rank& r = ranks[rank];
-    std::vector<const std::byte*> payloads;
-    for (const Message& message : scattered_to(rank)) {
-      payloads.push_back(r.scattered.data() + message.offset + kHeaderBytes);
-    }
-    uint32_t corrupt = 0;
-    const std::vector<ChunkTile> tiles = reduced_by(rank);
-    for (const ChunkTile& entry : tiles) {
-      TileStatus status{};
-      const size_t i = entry.tile.id - 100;
-      codec_of(i).reduce(batch(entry, Stage::kOwner, status), payloads.data(), num_ranks(),
-                         &setup.gain, residual_of(entry, r.owner), r.message.data() + kHeaderBytes);
-      corrupt += (status.flags & kTileCorrupt) != 0 ? 1 : 0;
-    }
-    if (corrupt != 0) note_corrupt(Phase::kScatter, rank, corrupt);
-    seal(r.message, {0, owner_bytes_[rank], rank, Phase::kGather, 0},
-         envelope(rank, Phase::kGather), findings.status);
-  }
-  void decode_on_cpu(uint32_t rank) {
-    Rank& r = ranks[rank];
-    flags.clear();
-    bool corrupt = false;
-    for (size_t i = 0; i < decode_.size(); ++i) {
-      const Codec& codec = codec_of(i);
-      TileStatus status{};
-      const TileBatch arrived = batch(decode_[i], Stage::kOwner, status);
-      float* residual = residual_of(decode_[i], r.worker);
-      if (residual != nullptr) {
-        codec.decode(arrived, r.gathered.data(), nullptr, 0.0f, nullptr);
-        ChunkTile own = encode_[i];
-        own.tile.output_offset = decode_[i].tile.payload_offset;
-        codec.undo(batch(own, Stage::kWorker, status), r.sent.data(), r.gathered.data(),
-                   r.gradient.data(), setup.alpha, residual);
-      }
-      codec.decode(arrived, r.gathered.data(), r.gradient.data(), setup.beta, residual);
-      flags.push_back(status.flags);
-      if (!corrupt && (status.flags & kTileCorrupt) != 0) {
-        corrupt = true;
-        note_corrupt(Phase::kGather, gathered_[decode_[i].message].rank, 1);
-      }
-      if ((status.flags & kTileNonFinite) == 0) continue;
-      step_nonfinite = 1;
-      if (findings.nonfinite_tile == 0) findings.nonfinite_tile = 1 + decode_[i].tile.id;
-    }
-  }
-
   // --- between ranks
 
   void scatter() {
@@ -279,14 +221,14 @@ class ChunkRun {
     }
   }
 
-  // On the CPU, up to where owners reduce, and where every rank decodes.
-  void until_reduce_on_cpu() {
-    for (uint32_t rank = 0; rank < num_ranks(); ++rank) encode_on_cpu(rank);
+  // Up to where owners reduce, and where every rank decodes.
+  void until_reduce() {
+    for (uint32_t rank = 0; rank < num_ranks(); ++rank) encode(rank);
     scatter();
   }
-  void until_decode_on_cpu() {
-    until_reduce_on_cpu();
-    for (uint32_t rank = 0; rank < num_ranks(); ++rank) reduce_on_cpu(rank);
+  void until_decode() {
+    until_reduce();
+    for (uint32_t rank = 0; rank < num_ranks(); ++rank) reduce(rank);
     gather();
   }
 
@@ -309,6 +251,7 @@ class ChunkRun {
   const Message scattered(uint32_t to, uint32_t from) const { return scattered_to(to)[from]; }
 
   ChunkSetup setup;
+  const DeviceLibrary* used_library;
   // Where ranks have siblings.
   ReceivedMessages from_siblings{};
   std::byte* forward = nullptr;
@@ -326,9 +269,6 @@ class ChunkRun {
 
   const Codec& codec_of(size_t i) const { return codecs()[codecs_[places_[i].codec].row]; }
   static float* floats(Buffer& buffer) { return reinterpret_cast<float*>(buffer.data()); }
-  static float* residual_of(const ChunkTile& entry, Buffer& residual) {
-    return entry.has_residual == 0 ? nullptr : floats(residual);
-  }
   Buffer random_residual(uint64_t seed) const {
     Buffer residual(num_residuals_ * sizeof(float));
     const std::vector<float> values = make_residual(setup.input, num_residuals_, seed);
@@ -369,27 +309,6 @@ class ChunkRun {
             .progress = reinterpret_cast<ChunkProgress*>(progress_.data()),
             .stream = nullptr};
   }
-  TileBatch batch(const ChunkTile& entry, Stage stage, TileStatus& status) const {
-    return {&entry.tile,
-            1,
-            setup.dtype,
-            stage,
-            setup.hold_zero_tiles,
-            kSeed,
-            kEnvelope.step,
-            &codecs_[entry.codec].options,
-            &status};
-  }
-  // `corrupt`: tiles.
-  void note_corrupt(Phase phase, uint32_t rank, uint64_t corrupt) {
-    if (findings.status != 0) return;
-    findings.status = static_cast<uint32_t>(WireStatus::kCorruptPayload);
-    findings.phase = static_cast<uint32_t>(phase);
-    findings.rank = rank;
-    findings.step = kEnvelope.step;
-    findings.chunk = kEnvelope.chunk;
-    findings.received = corrupt;
-  }
   // Every launch leaves everything as the next one needs it.
   void expect_clean() const {
     for (const uint64_t word : progress_) EXPECT_EQ(word, 0u);
@@ -411,26 +330,46 @@ class ChunkRun {
   uint64_t num_residuals_ = 0;
 };
 
+// Tests of what calls do, whatever codec: of the kernels, and of the host's library, with which
+// other tests compare.
+class LibraryTest : public ::testing::TestWithParam<const DeviceLibrary*> {
+ public:
+  static const DeviceLibrary& library() { return *GetParam(); }
+};
+inline std::vector<const DeviceLibrary*> both_libraries() {
+  return {&host_library(), &kernels_under_test()};
+}
+inline std::string library_name(const ::testing::TestParamInfo<const DeviceLibrary*>& info) {
+  return info.index == 0 ? "host" : "kernels";
+}
+
+// The same, from here on by the kernels.
+inline ChunkRun by_kernels(ChunkRun run) {
+  run.used_library = &kernels_under_test();
+  return run;
+}
+
 // Where two buffers differ first, for a failed comparison.
-inline std::string first_difference(const ChunkRun& run, const Buffer& kernels, const Buffer& cpu) {
+inline std::string first_difference(const ChunkRun& run, const Buffer& kernels,
+                                    const Buffer& host) {
   std::string said = dtype_name(run.setup.dtype);
   for (const std::string& codec : run.setup.codecs) said += ' ' + codec;
-  if (kernels.size() != cpu.size()) {
+  if (kernels.size() != host.size()) {
     return said + ": " + std::to_string(kernels.size()) + " bytes, not " +
-           std::to_string(cpu.size());
+           std::to_string(host.size());
   }
-  const auto [a, b] = std::mismatch(kernels.data(), kernels.data() + kernels.size(), cpu.data());
-  if (b == cpu.data() + cpu.size()) return said;
-  return said + ": byte " + std::to_string(b - cpu.data()) + " of " + std::to_string(cpu.size()) +
+  const auto [a, b] = std::mismatch(kernels.data(), kernels.data() + kernels.size(), host.data());
+  if (b == host.data() + host.size()) return said;
+  return said + ": byte " + std::to_string(b - host.data()) + " of " + std::to_string(host.size()) +
          " is " + std::to_string(std::to_integer<int>(*a)) + ", not " +
          std::to_string(std::to_integer<int>(*b));
 }
 
-// What kernels and CPU left on all ranks.
-inline void expect_same(const ChunkRun& kernels, const ChunkRun& cpu) {
+// What kernels and host left on all ranks.
+inline void expect_same(const ChunkRun& kernels, const ChunkRun& host) {
   for (uint32_t rank = 0; rank < kernels.num_ranks(); ++rank) {
     const auto same = [&](const char* what, Buffer Rank::* buffer) {
-      const Buffer &a = kernels.ranks[rank].*buffer, &b = cpu.ranks[rank].*buffer;
+      const Buffer &a = kernels.ranks[rank].*buffer, &b = host.ranks[rank].*buffer;
       EXPECT_TRUE(a == b) << what << " of rank " << rank << " differ; "
                           << first_difference(kernels, a, b);
     };
@@ -443,45 +382,46 @@ inline void expect_same(const ChunkRun& kernels, const ChunkRun& cpu) {
 }
 
 // What they found in messages that are in order, which is forgotten.
-inline void expect_same_findings(ChunkRun& kernels, ChunkRun& cpu) {
+inline void expect_same_findings(ChunkRun& kernels, ChunkRun& host) {
+  EXPECT_EQ(kernels.verdicts, host.verdicts);
   EXPECT_EQ(kernels.verdicts, std::vector<uint32_t>(kernels.num_ranks(), 0));
-  EXPECT_EQ(std::memcmp(&kernels.findings, &cpu.findings, sizeof(Findings)), 0)
-      << "status " << kernels.findings.status << ", not " << cpu.findings.status << "; tile "
-      << kernels.findings.nonfinite_tile << ", not " << cpu.findings.nonfinite_tile;
-  EXPECT_EQ(kernels.step_nonfinite, cpu.step_nonfinite);
-  EXPECT_EQ(kernels.flags, cpu.flags);
-  for (ChunkRun* run : {&kernels, &cpu}) run->findings = {}, run->step_nonfinite = 0;
+  EXPECT_EQ(std::memcmp(&kernels.findings, &host.findings, sizeof(Findings)), 0)
+      << "status " << kernels.findings.status << ", not " << host.findings.status << "; tile "
+      << kernels.findings.nonfinite_tile << ", not " << host.findings.nonfinite_tile;
+  EXPECT_EQ(kernels.step_nonfinite, host.step_nonfinite);
+  EXPECT_EQ(kernels.flags, host.flags);
+  for (ChunkRun* run : {&kernels, &host}) run->findings = {}, run->step_nonfinite = 0;
 }
 
-inline void expect_same_encode(ChunkRun& kernels, ChunkRun& cpu) {
-  for (uint32_t rank = 0; rank < cpu.num_ranks(); ++rank) {
-    kernels.encode(rank), cpu.encode_on_cpu(rank);
+inline void expect_same_encode(ChunkRun& kernels, ChunkRun& host) {
+  for (uint32_t rank = 0; rank < host.num_ranks(); ++rank) {
+    kernels.encode(rank), host.encode(rank);
   }
-  expect_same(kernels, cpu);
+  expect_same(kernels, host);
 }
-inline void expect_same_reduce(ChunkRun& kernels, ChunkRun& cpu) {
-  for (uint32_t rank = 0; rank < cpu.num_ranks(); ++rank) {
-    kernels.reduce(rank), cpu.reduce_on_cpu(rank);
-    expect_same_findings(kernels, cpu);
+inline void expect_same_reduce(ChunkRun& kernels, ChunkRun& host) {
+  for (uint32_t rank = 0; rank < host.num_ranks(); ++rank) {
+    kernels.reduce(rank), host.reduce(rank);
+    expect_same_findings(kernels, host);
   }
-  expect_same(kernels, cpu);
+  expect_same(kernels, host);
 }
-inline void expect_same_decode(ChunkRun& kernels, ChunkRun& cpu) {
-  for (uint32_t rank = 0; rank < cpu.num_ranks(); ++rank) {
-    kernels.decode(rank), cpu.decode_on_cpu(rank);
-    expect_same_findings(kernels, cpu);
+inline void expect_same_decode(ChunkRun& kernels, ChunkRun& host) {
+  for (uint32_t rank = 0; rank < host.num_ranks(); ++rank) {
+    kernels.decode(rank), host.decode(rank);
+    expect_same_findings(kernels, host);
   }
-  expect_same(kernels, cpu);
+  expect_same(kernels, host);
 }
 
 // A chunk through all stages.
-inline void expect_bytes_of_the_cpu(const ChunkRun& run) {
-  ChunkRun kernels = run, cpu = run;
-  expect_same_encode(kernels, cpu);
-  kernels.scatter(), cpu.scatter();
-  expect_same_reduce(kernels, cpu);
-  kernels.gather(), cpu.gather();
-  expect_same_decode(kernels, cpu);
+inline void expect_bytes_of_the_host(ChunkRun host) {
+  ChunkRun kernels = by_kernels(host);
+  expect_same_encode(kernels, host);
+  kernels.scatter(), host.scatter();
+  expect_same_reduce(kernels, host);
+  kernels.gather(), host.gather();
+  expect_same_decode(kernels, host);
 }
 
 }  // namespace gradferry::testing

@@ -1,26 +1,26 @@
-// Every codec's kernels, run by the emulator or by a GPU, give the bytes of the CPU codec: messages
-// with their checksums, gradients, residuals, and what is found wrong. A chunk has one codec here;
-// chunk_kernels_test.cpp has mixtures, and messages that are refused.
+// Every codec's kernels, run by a GPU or by the machine of tests/kernels/ptx, give the bytes of the
+// CPU codec: messages with their checksums, gradients, residuals, and what is found wrong. A chunk
+// has one codec here; chunk_kernels_test.cpp has mixtures, and messages that are refused.
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <random>
 
-#include "tests/kernels/simt/chunk_run.h"
+#include "tests/kernels/cuda/chunk_run.h"
 
 namespace gradferry::testing {
 namespace {
 
-// The contract's sizes, and whole tiles; the emulator takes every fourth of them, some of every
-// kind. Under a sanitizer few tiles: a whole one, a ragged one, one of about a block, a tiny one.
+// The contract's sizes, and whole tiles; or every fourth of them, some of every kind; or a whole
+// tile, a ragged one, one of about a block, a tiny one.
 std::vector<uint32_t> some_sizes(uint32_t index) {
-  if (kernels_are_sanitized()) {
+  if (effort() == Effort::kFewTiles) {
     constexpr uint32_t kRagged[] = {4095, 1025, 3000, 2047, 1023, 4080, 515, 1500};
     constexpr uint32_t kBlocks[] = {31, 33, 127, 129, 128, 130, 32, 100};
     return {kTileElements, kRagged[index], kBlocks[index], 1 + index};
   }
   const std::vector<uint32_t> all = edge_sizes();
-  const uint32_t stride = kernels_are_emulated() ? 4 : 1;
+  const uint32_t stride = effort() == Effort::kAllTiles ? 1 : 4;
   std::vector<uint32_t> sizes = {kTileElements};
   for (size_t i = index % stride; i < all.size(); i += stride) sizes.push_back(all[i]);
   return sizes;
@@ -39,12 +39,10 @@ class Kernels : public ::testing::TestWithParam<Case> {
   }
 };
 
-// Each input under a seed of its own, five in all; half of them at misaligned gradients. In the
-// emulator every size meets two inputs.
-TEST_P(Kernels, GiveTheBytesOfTheCpu) {
+// Half of the inputs at misaligned gradients. Of every fourth size, each meets two inputs.
+TEST_P(Kernels, GiveTheBytesOfTheHost) {
   for (const Input input : kInputs) {
     const auto index = static_cast<uint32_t>(input);
-    set_schedule(1 + index % 5);
     ChunkSetup s = setup(some_sizes(index), input);
     s.misaligned = index % 2 == 1;
     s.bare = index % 3;
@@ -53,7 +51,7 @@ TEST_P(Kernels, GiveTheBytesOfTheCpu) {
     s.beta = 0.9f;
     s.hold_zero_tiles = index % 4 >= 2;
     SCOPED_TRACE("input " + std::to_string(index));
-    expect_bytes_of_the_cpu(ChunkRun(s));
+    expect_bytes_of_the_host(ChunkRun(s));
   }
 }
 
@@ -62,17 +60,17 @@ TEST_P(Kernels, SumRanksInOrder) {
     ChunkSetup s = setup({5, 4096, 1030});
     s.world_size = world_size;
     s.bare = kNoTile;
-    ChunkRun cpu(s);
+    ChunkRun host(s);
     for (uint32_t rank = 0; rank < world_size; ++rank) {
       // Three sizes far apart, so that a sum in another order is another one.
       const int exponent = (s.dtype == ScalarType::kFloat16 ? 7 : 20) * (int(rank % 3) - 1);
-      std::vector<double> input = make_input(Input::kGaussian, cpu.num_elements(), 20 + rank);
+      std::vector<double> input = make_input(Input::kGaussian, host.num_elements(), 20 + rank);
       for (double& x : input) x = std::ldexp(x, exponent);
-      cpu.set_gradient(rank, input);
+      host.set_gradient(rank, input);
     }
-    cpu.until_reduce_on_cpu();
-    ChunkRun kernels = cpu;
-    expect_same_reduce(kernels, cpu);
+    host.until_reduce();
+    ChunkRun kernels = by_kernels(host);
+    expect_same_reduce(kernels, host);
   }
 }
 
@@ -82,30 +80,30 @@ TEST_P(Kernels, SumRanksInOrder) {
 TEST_P(Kernels, SumElementsInTheStatedTree) {
   ChunkSetup s = setup({4096, 1000});
   s.world_size = 1;
-  ChunkRun cpu(s);
-  std::vector<double> input(cpu.num_elements(), 0.0);
+  ChunkRun host(s);
+  std::vector<double> input(host.num_elements(), 0.0);
   for (size_t block = 0; 128 * (block + 1) <= input.size(); ++block) {
     const size_t stride = size_t{1} << (block % 6);
     double* x = input.data() + 128 * block;
     x[0] = 1.0, x[stride] = 0x1p-8, x[2 * stride] = 0x1p-24, x[3 * stride] = 0x1p-24;
   }
-  cpu.set_gradient(0, input);
-  cpu.set_residuals(std::vector<float>(cpu.num_residuals(), 0.0f));
-  ChunkRun kernels = cpu;
-  expect_same_encode(kernels, cpu);
+  host.set_gradient(0, input);
+  host.set_residuals(std::vector<float>(host.num_residuals(), 0.0f));
+  ChunkRun kernels = by_kernels(host);
+  expect_same_encode(kernels, host);
 }
 
 // A tile for each of two ranks: their buffers end where a tile's bytes do.
 TEST_P(Kernels, StayInsideEveryBufferOfASingleTile) {
   std::vector<uint32_t> sizes = {4096, 129};
-  if (!kernels_are_sanitized()) {
+  if (effort() != Effort::kFewTiles) {
     sizes.insert(sizes.end(), {1, 2, 3, 31, 32, 127, 1000, 1025, 2047, 4079});
   }
   for (const uint32_t n : sizes) {
     ChunkSetup s = setup({n, n});
     s.misaligned = n % 2 == 1;
     s.beta = 0.5f;
-    expect_bytes_of_the_cpu(ChunkRun(s));
+    expect_bytes_of_the_host(ChunkRun(s));
   }
 }
 
@@ -122,7 +120,7 @@ TEST_P(Kernels, HoldZeroTilesAndKeepTheirResiduals) {
     run.set_gradient(0, input);
     input.back() = 0.125;
     run.set_gradient(1, input);
-    expect_bytes_of_the_cpu(run);
+    expect_bytes_of_the_host(run);
   }
 }
 
@@ -139,13 +137,13 @@ TEST_P(Kernels, ConvertTheResidualsTheyKeep) {
     for (size_t i = 0; i < 4096 + 77; ++i) input[i] = double(NAN);
     for (uint32_t rank = 0; rank < s.world_size; ++rank) run.set_gradient(rank, input);
     run.set_residuals(residual_beyond(gain, run.num_residuals(), 5));
-    expect_bytes_of_the_cpu(run);
+    expect_bytes_of_the_host(run);
   }
 }
 
 TEST_P(Kernels, TakeEveryBitPatternOfSixteenBitGradients) {
   if (item_bytes(GetParam().dtype) != 2) GTEST_SKIP() << "only for 16-bit gradients";
-  const uint32_t stride = kernels_are_sanitized() ? 15 : 1;
+  const uint32_t stride = effort() == Effort::kFewTiles ? 15 : 1;
   ChunkSetup s = setup(std::vector<uint32_t>(16 / stride, 4096));
   s.world_size = 1;
   s.bare = kAllTiles;
@@ -154,15 +152,15 @@ TEST_P(Kernels, TakeEveryBitPatternOfSixteenBitGradients) {
     const auto pattern = static_cast<uint16_t>(stride * i);
     std::memcpy(run.ranks[0].gradient.data() + 2 * i, &pattern, 2);
   }
-  expect_bytes_of_the_cpu(run);
+  expect_bytes_of_the_host(run);
 }
 
-TEST_P(Kernels, JudgeRandomBytesAsTheCpuDoes) {
+TEST_P(Kernels, JudgeRandomBytesAsTheHostDoes) {
   ChunkSetup s = setup({4096, 33, 1023, 1}, Input::kHeavyTail);
   s.alpha = 0.25f;
   s.beta = 0.9f;
   std::mt19937_64 random(5);
-  for (int round = 0; round < (kernels_are_sanitized() ? 4 : 12); ++round) {
+  for (int round = 0; round < (effort() == Effort::kFewTiles ? 4 : 12); ++round) {
     // Every second time a few bytes only, so that some of the payload is what encoders write; half
     // of them 0x80, which q8 refuses where it counts, and ignores beyond the end of a tile.
     const size_t step = round % 2 == 0 ? 1 : 13;
@@ -173,18 +171,18 @@ TEST_P(Kernels, JudgeRandomBytesAsTheCpuDoes) {
       }
       ChunkRun::seal(buffer, message, envelope, 0);
     };
-    ChunkRun cpu(s);
-    cpu.until_decode_on_cpu();
+    ChunkRun host(s);
+    host.until_decode();
     for (uint32_t to = 0; to < 2; ++to) {
       for (uint32_t from = 0; from < 2; ++from) {
-        Rank& r = cpu.ranks[to];
-        damage(r.scattered, cpu.scattered(to, from), cpu.envelope(from, Phase::kScatter));
-        damage(r.gathered, cpu.gathered(from), cpu.envelope(from, Phase::kGather));
+        Rank& r = host.ranks[to];
+        damage(r.scattered, host.scattered(to, from), host.envelope(from, Phase::kScatter));
+        damage(r.gathered, host.gathered(from), host.envelope(from, Phase::kGather));
       }
     }
-    ChunkRun kernels = cpu;
-    expect_same_reduce(kernels, cpu);
-    expect_same_decode(kernels, cpu);
+    ChunkRun kernels = by_kernels(host);
+    expect_same_reduce(kernels, host);
+    expect_same_decode(kernels, host);
   }
 }
 

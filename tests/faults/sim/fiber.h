@@ -1,0 +1,36 @@
+// Stacks that one thread of the host switches between. Written for x86-64: the registers a function
+// must preserve are pushed, the stack pointer is exchanged, and they are popped again. No system
+// call is involved, which is what makes playing thousands of threads cheap.
+#pragma once
+
+#include <cstddef>
+
+namespace gradferry::sim {
+
+// Saves where the running code is to *save, and continues where `to` was saved.
+extern "C" void gradferry_switch_stack(void** save, void* to);
+
+// Of a fresh stack that ends at `end`, a multiple of 16: what to give to gradferry_switch_stack, so
+// that `entry`, which must not return, is called on it.
+void* prepare_stack(std::byte* end, void (*entry)());
+
+// Tells AddressSanitizer where a stack begins and ends. Empty without it.
+class SanitizedStack {
+ public:
+  // Of the host, whose bounds are found out at the first switch away from it.
+  SanitizedStack() = default;
+  SanitizedStack(std::byte* begin, size_t size) : begin_(begin), size_(size) {}
+
+  // Around gradferry_switch_stack: from `this` to `next`.
+  void before_switch(SanitizedStack& next);
+  void after_switch();
+  // First thing on a fresh stack, reached from `previous`.
+  void enter(SanitizedStack& previous);
+
+ private:
+  [[maybe_unused]] const void* begin_ = nullptr;
+  [[maybe_unused]] size_t size_ = 0;
+  [[maybe_unused]] void* fake_stack_ = nullptr;
+};
+
+}  // namespace gradferry::sim
