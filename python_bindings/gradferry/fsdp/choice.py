@@ -160,12 +160,6 @@ def _gathering(
             f"all_gather={codec!r}: the shard group is one rank, which gathers nothing; leave "
             "all_gather out, or shard over more ranks"
         )
-    device = modules[0].device
-    if keep and device.type != "cpu":
-        raise ConfigError(
-            f"keep_gathered=True is for parameters on the CPU, not yet on {device.type!r}; leave "
-            "it out"
-        )
     for module in modules:
         module.expect_gatherable()
     return replace(config, keep_gathered=keep)
