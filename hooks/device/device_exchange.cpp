@@ -95,7 +95,6 @@ void DeviceExchange::average(DeviceJob& job) {
     kept = &kept_for(*job.plan);
     kept->step = job.step;
     kept->first_chunk = context_.life.stats.chunks;  // only this thread writes it
-    kept->free.block(context_.encode_stream);
   }
   uint64_t kept_begin = 0;
   for (size_t i = 0; i < chunks.size() + behind.decode; ++i) {
@@ -341,7 +340,7 @@ void DeviceExchange::decode_gathered(DeviceJob& job, const ChunkJob& chunk,
 // again.
 void DeviceExchange::decode_kept(DeviceJob& job) {
   reserve_flags(job.plan->most_tiles());
-  Kept& kept = kept_.at(job.plan);
+  const Kept& kept = kept_.at(job.plan);
   job.step = kept.step;
   uint64_t begin = 0;
   uint64_t number = kept.first_chunk;
@@ -358,7 +357,6 @@ void DeviceExchange::decode_kept(DeviceJob& job) {
     decode_gathered(job, chunk, slots_.front());
     begin += size;
   }
-  kept.free.record(context_.finish_stream);
 }
 
 // Of all owners; an all-gather has one rank per node.
@@ -372,12 +370,8 @@ DeviceExchange::Kept& DeviceExchange::kept_for(const DevicePlan& plan) {
   uint64_t num_bytes = 0;
   for (const DeviceChunk& planned : plan.chunks()) num_bytes += gathered_bytes(planned);
   const c10::StreamGuard guard(context_.encode_stream);  // the gather is posted behind E
-  Kept& kept = kept_
-                   .emplace(&plan, Kept{.gathered = context_.make_buffer(num_bytes),
-                                        .step = 0,
-                                        .first_chunk = 0,
-                                        .free = c10::Event(context_.device.type())})
-                   .first->second;
+  Kept made{.gathered = context_.make_buffer(num_bytes), .step = 0, .first_chunk = 0};
+  Kept& kept = kept_.emplace(&plan, std::move(made)).first->second;
   const std::lock_guard lock(context_.life.mutex);
   context_.life.stats.workspace_bytes += num_bytes;
   ++context_.life.stats.workspace_allocations;

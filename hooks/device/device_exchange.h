@@ -52,11 +52,11 @@ class DeviceExchange {
     DeviceBuffer gathered;
     Transfer local_scatter, scatter, gather, forward;
   };
-  // What a plan's last gather has received, chunk by chunk, and the numbers in its messages.
+  // What a plan's last gather has received, chunk by chunk, and the numbers in its messages. No
+  // event frees it: whoever gathers again comes after the parameters decoded from it were used.
   struct Kept {
     DeviceBuffer gathered;
     uint64_t step, first_chunk;
-    c10::Event free;  // recorded on F when E may have it filled again
   };
   // How many chunks a stage is behind the first one.
   struct Behind {
