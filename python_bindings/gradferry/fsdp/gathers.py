@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from gradferry.fsdp.model import ShardedModule
 from gradferry.reduction.running import Running
 
 _BACKWARD = "PRE_BACKWARD"
+Result = TypeVar("Result")
 
 
 class Gathers:
@@ -47,10 +49,10 @@ class Gathers:
         if running.engine is not None and running.transport.on_host:
             self.end_others_after(running.engine.settle)
 
-    def end_others_after(self, act: Callable[[], object]) -> None:
+    def end_others_after(self, act: Callable[[], Result]) -> Result:
         """Acts. An error ends the other exchanges, too, for whose messages ranks may wait."""
         try:
-            act()
+            return act()
         except GradferryError as error:
             for running in self.others:
                 if running.engine is not None:
@@ -146,8 +148,10 @@ class GatherHook(ModuleHook):
             return work
         self._expect_unchanged(input_tensor, group)
         backward = self._module.gathers_for == _BACKWARD
-        if backward and self._is_kept and engine.decode_kept(self._indices, output_tensor):
-            return None
+        if backward and self._is_kept:
+            answer = functools.partial(engine.decode_kept, self._indices, output_tensor)
+            if self._gathers.end_others_after(answer):
+                return None
         return self._gather(output_tensor, input_tensor, backward=backward)
 
     def _gather(
