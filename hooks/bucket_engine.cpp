@@ -22,25 +22,45 @@ FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor) {
 
 namespace {
 
+std::string name_of(Collective collective) {
+  switch (collective) {
+    case Collective::kReduceScatter: return "a reduce-scatter";
+    case Collective::kAllGather: return "an all-gather";
+    default: return "an all-reduce";
+  }
+}
+
+void expect_possible(const ParameterSpec& parameter, Collective collective) {
+  const auto refuse = [&](bool refused, const std::string& what) {
+    GRADFERRY_EXPECTS(!refused, kConfig, "parameter '" + parameter.name + "' has " + what);
+  };
+  const bool averages_all = collective == Collective::kAllReduce;
+  const std::string name = name_of(collective);
+  refuse(averages_all && parameter.owner,
+         "an owner, which only a reduce-scatter or an all-gather gives it");
+  refuse(!averages_all && !parameter.owner, "no owner, which " + name + " needs");
+  refuse(!averages_all && parameter.owner_residual,
+         "an owner residual, but " + name +
+             " does not encode means; use error_feedback='worker' or 'none'");
+  refuse(!scatters(collective) && parameter.worker_residual,
+         "a worker residual, but " + name + " keeps none; use error_feedback='none'");
+}
+
 // Returns the options if the collective can do what they ask for. In a reduce-scatter only its
-// owner sees a mean, so nothing that another rank does can depend on it.
+// owner sees a mean, so nothing that another rank does can depend on it. In an all-gather nothing
+// is averaged, and what a rank receives is a function of the parameters alone.
 EngineOptions possible(EngineOptions options, c10::Device device) {
   for (const ParameterSpec& parameter : options.parameters) {
-    GRADFERRY_EXPECTS(parameter.owner.has_value() != options.gathers(), kConfig,
-                      "parameter '" + parameter.name + "' has " +
-                          (options.gathers() ? "an owner, which only a reduce-scatter gives it"
-                                             : "no owner, which a reduce-scatter needs"));
-    GRADFERRY_EXPECTS(options.gathers() || !parameter.owner_residual, kConfig,
-                      "parameter '" + parameter.name +
-                          "' has an owner residual, but a reduce-scatter does not encode means; "
-                          "use error_feedback='worker' or 'none'");
+    expect_possible(parameter, options.collective);
   }
   if (options.world_size == 1) {
     for (ParameterSpec& parameter : options.parameters) place_alone(parameter);
   }
-  if (options.gathers()) return options;
-  const auto refuse = [](bool asked_for, const std::string& what) {
-    GRADFERRY_EXPECTS(!asked_for, kConfig, "a reduce-scatter has no " + what);
+  GRADFERRY_EXPECTS(!options.keep_gathered || !scatters(options.collective), kConfig,
+                    "keep_gathered is for an all-gather, not for " + name_of(options.collective));
+  if (options.collective == Collective::kAllReduce) return options;
+  const auto refuse = [&](bool asked_for, const std::string& what) {
+    GRADFERRY_EXPECTS(!asked_for, kConfig, name_of(options.collective) + " has no " + what);
   };
   refuse(options.momentum != 0,
          "momentum mode, which needs means on every rank; leave out momentum=" +
@@ -51,7 +71,8 @@ EngineOptions possible(EngineOptions options, c10::Device device) {
   refuse(options.find_unused_parameters,
          "find_unused_parameters; hand over zeros for parameters without a gradient");
   refuse(!options.nodes.is_flat(), "sums within nodes of several ranks; use nodes='flat'");
-  refuse(!device.is_cpu(), "engine for gradients on " + device.str() + "; they must be on the CPU");
+  refuse(!gathers(options.collective) && !device.is_cpu(),
+         "engine for gradients on " + device.str() + "; they must be on the CPU");
   return options;
 }
 
@@ -217,6 +238,24 @@ void BucketEngine::request_stop() {
   const std::lock_guard lock(life_.mutex);
   life_.stop = true;
   life_.changed.notify_all();
+}
+
+void BucketEngine::settle() {
+  std::unique_lock lock(life_.mutex);
+  life_.changed.wait(lock, [&] { return life_.unconfirmed == 0 || life_.death; });
+  if (life_.death) throw Error(*life_.death);
+}
+
+bool BucketEngine::decode_kept(const std::vector<uint32_t>& parameters,
+                               const at::Tensor& gradient) {
+  settle();
+  const auto found = plans_[0].find(parameters);
+  if (found == plans_[0].end()) return false;
+  check_gradient(found->second, gradient);
+  if (!decode_kept(found->second, gradient)) return false;
+  const std::lock_guard lock(life_.mutex);
+  life_.stats.gradient_bytes += gradient.nbytes();
+  return true;
 }
 
 // --- between steps ---

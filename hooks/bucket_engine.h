@@ -1,5 +1,7 @@
 // The engine: takes a bucket, and completes a Future once the averaged gradient is in it; with
-// Collective::kReduceScatter, of the part that this rank owns. This is the base class of the engine
+// Collective::kReduceScatter, of the part that this rank owns. With Collective::kAllGather the
+// bucket holds parameters: those that this rank owns before, and those of all ranks after, as their
+// owners encoded them. This is the base class of the engine
 // for the host (host/) and of the engine for devices with streams (device/). It holds their options
 // and counters, assigns buckets to steps, handles failures, and serves the calls of checkpoints and
 // optimizers between steps. The engines differ in the memory of the gradients, and so in which
@@ -86,6 +88,14 @@ class BucketEngine {
   bool fail(const Error& error);
   // Throws the error that has ended the engine, if one has.
   void expect_alive() const;
+  // Waits for the commits of all buckets whose Future is complete, then does what expect_alive()
+  // does. The Futures of an all-gather on a host complete before the commits have come: call this
+  // where the result is followed by something else than another bucket.
+  void settle();
+  // With keep_gathered: puts into `gradient` what the last run() with these parameters received,
+  // and sends nothing. Does what settle() does. False: there was none. On the thread that calls
+  // run(); throws what that throws.
+  bool decode_kept(const std::vector<uint32_t>& parameters, const at::Tensor& gradient);
 
   EngineStats stats() const;
   uint64_t current_step() const;  // counted from 0
@@ -142,6 +152,8 @@ class BucketEngine {
 
   // The part of run() after the bucket was accepted. An exception ends the engine.
   virtual void average(Bucket bucket) = 0;
+  // The part of decode_kept() after the bucket was found sound.
+  virtual bool decode_kept(const BucketPlan& plan, const at::Tensor& gradient) = 0;
   // What this rank sent to ranks of other nodes, and to those of its own.
   virtual uint64_t sent_bytes() const = 0;
   virtual uint64_t local_bytes() const = 0;

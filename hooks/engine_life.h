@@ -27,8 +27,8 @@ struct EngineStats {
   uint64_t workspace_bytes = 0;
   Workspace workspace;  // the part of it that chunks use
   uint64_t workspace_allocations = 0;
-  uint64_t in_flight = 0;                           // buckets whose Future is not complete
-  uint64_t host_waits = 0;                          // waits for a device that was a step behind
+  uint64_t in_flight = 0;   // buckets whose Future is not complete, or whose commits have not come
+  uint64_t host_waits = 0;  // waits for a device that was a step behind
   std::vector<std::vector<uint32_t>> step_buckets;  // parameters by bucket, last finished step
   StepTimes times;
 };
@@ -41,6 +41,8 @@ struct EngineLife {
   std::optional<Error> death;  // the error that every call throws; once set it never changes
   bool running = false;        // run() is active
   bool stop = false;           // of a host's engine: its last handle is gone, or the process ends
+  // Buckets whose Future is complete, and whose commits have not come: of an all-gather on a host.
+  uint64_t unconfirmed = 0;
   EngineStats stats;
 };
 

@@ -40,9 +40,10 @@ struct EngineOptions {
   bool exact_skip = false;         // a step with a NaN or infinity leaves the residuals unchanged
   at::Tensor loss_scale{};   // one fp32 that a GradScaler writes after every step; undefined: 1
   uint64_t check_every = 0;  // steps between comparisons of all ranks' parameters; 0: none
-  uint32_t chunk_bytes = kChunkBytes;                 // as in PlanOptions
-  bool equal_scatter = false;                         // as in PlanOptions; equal on all ranks
-  Collective collective = Collective::kAllReduce;     // of every bucket; equal on all ranks
+  uint32_t chunk_bytes = kChunkBytes;              // as in PlanOptions
+  bool equal_scatter = false;                      // as in PlanOptions; equal on all ranks
+  Collective collective = Collective::kAllReduce;  // of every bucket; equal on all ranks
+  bool keep_gathered = false;  // of an all-gather: messages stay, for decode_kept()
   uint64_t workspace_cap_bytes = kWorkspaceCapBytes;  // most memory for messages (workspace.h)
   bool find_unused_parameters = false;  // DDP's: commits tell which parameters a rank used
   std::string recovery_hint{};  // for people: what to do after an error has ended the engine
@@ -69,7 +70,6 @@ struct EngineOptions {
   float beta(const ResolvedCodec& codec, uint64_t step) const {
     return in_warmup(step) ? 0.0F : static_cast<float>(momentum_behind(codec, momentum));
   }
-  bool gathers() const { return collective == Collective::kAllReduce; }
   bool needs_every_bucket() const { return momentum != 0 || exact_skip; }
   // How buckets are cut.
   PlanOptions planning(CodecChoice codecs, bool residuals) const {

@@ -17,8 +17,8 @@ struct BucketTile {
   uint64_t gradient_offset;
   uint64_t worker_residual;  // kNoResidual when there is none
   uint32_t num_elements;
-  uint32_t worker_bytes;
-  uint32_t owner_bytes;  // 0 in a reduce-scatter
+  uint32_t worker_bytes;  // 0 in an all-gather
+  uint32_t owner_bytes;   // 0 in a reduce-scatter
   uint32_t owner;
   uint32_t turn;  // how many of its owner come before it in the bucket
 };
@@ -31,7 +31,8 @@ uint32_t piece_elements(const BucketTile& tile) {
 // In the order in which chunks take them.
 std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan,
                                  const PlanOptions& options) {
-  const bool gathers = options.collective == Collective::kAllReduce;
+  const bool averages = scatters(options.collective);
+  const Stage gathered = averages ? Stage::kOwner : Stage::kWorker;
   std::vector<BucketTile> tiles;
   std::vector<uint32_t> turns(layout.world_size(), 0);
   uint64_t offset = 0;
@@ -49,15 +50,15 @@ std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan,
                        .gradient_offset = offset + start,
                        .worker_residual = layout.worker_residual_offset(id),
                        .num_elements = n,
-                       .worker_bytes = payload_bytes(Stage::kWorker),
-                       .owner_bytes = gathers ? payload_bytes(Stage::kOwner) : 0,
+                       .worker_bytes = averages ? payload_bytes(Stage::kWorker) : 0,
+                       .owner_bytes = gathers(options.collective) ? payload_bytes(gathered) : 0,
                        .owner = layout.owner(id),
                        .turn = turns[layout.owner(id)]++});
     }
     offset += parameter.num_elements;
   }
   // In bucket order all tiles of an owner follow each other, and chunks would go to one rank each.
-  if (!gathers) {
+  if (options.collective != Collective::kAllReduce) {
     std::ranges::sort(tiles, {}, [](const BucketTile& tile) {
       return std::pair(tile.turn, tile.gradient_offset);
     });
@@ -113,7 +114,6 @@ class ChunkPlanner {
         layout_(layout),
         tiles_(tiles),
         options_(options),
-        gathers_(options.collective == Collective::kAllReduce),
         own_column_(nodes_.local_index(options.rank)),
         in_worker_(nodes_.world_size(), 0),
         in_owner_(nodes_.world_size(), 0) {
@@ -143,8 +143,8 @@ class ChunkPlanner {
       shard.worker_bytes += tile.worker_bytes;
       shard.owner_bytes += tile.owner_bytes;
     }
-    size_scatter_messages(chunk_.shards, options_);
-    if (gathers_) size_gather_messages(owner_bytes);
+    if (scatters(options_.collective)) size_scatter_messages(chunk_.shards, options_);
+    if (gathers(options_.collective)) size_gather_messages(owner_bytes);
     uint32_t start = 0;
     for (const Shard& shard : chunk_.shards) {
       message_start_.push_back(start);
@@ -187,17 +187,23 @@ class ChunkPlanner {
       batch.ranks.push_back(rank);
     };
     const bool is_own = index == own_column_;
-    if (is_own) {
+    if (!scatters(options_.collective)) {
+      if (tile.owner == options_.rank) {
+        add(chunk_.encode, 0,
+            {tile.id, gradient_offset, kNoResidual, tile.num_elements, kHeaderBytes + in_owner,
+             arrives_at, in_owner});
+      }
+    } else if (is_own) {
       add(chunk_.encode, node,
           {tile.id, gradient_offset, tile.worker_residual, tile.num_elements,
            message_start_[node] + kHeaderBytes + in_worker, arrives_at, in_worker});
     }
-    if (tile.owner == options_.rank) {
+    if (scatters(options_.collective) && tile.owner == options_.rank) {
       add(chunk_.reduce, node,
           {tile.id, tile.gradient_offset, layout_.owner_residual_offset(tile.id), tile.num_elements,
            in_worker, in_owner, in_owner});
     }
-    if (!gathers_) return;
+    if (!gathers(options_.collective)) return;
     add(is_own ? own_decode_ : other_decode_, tile.owner,
         {tile.id, tile.gradient_offset, tile.worker_residual, tile.num_elements, arrives_at, 0, 0});
   }
@@ -206,7 +212,6 @@ class ChunkPlanner {
   const Layout& layout_;
   const std::span<const BucketTile> tiles_;
   const PlanOptions& options_;
-  const bool gathers_;
   const uint32_t own_column_;
   std::vector<uint32_t> message_start_;         // of the scatter messages, by node
   std::vector<uint32_t> in_worker_, in_owner_;  // payload bytes so far, by owner

@@ -14,7 +14,11 @@ namespace gradferry {
 enum class Collective : uint8_t {
   kAllReduce,      // every rank gets the mean of the bucket
   kReduceScatter,  // every rank gets the mean of the parameters that it owns; nothing is gathered
+  kAllGather,      // every rank gets the parameters that each rank owns; nothing is averaged
 };
+
+constexpr bool scatters(Collective collective) { return collective != Collective::kAllGather; }
+constexpr bool gathers(Collective collective) { return collective != Collective::kReduceScatter; }
 
 // The tiles of one codec in a chunk. `tiles` and `ranks` run in parallel.
 struct PlannedBatch {
@@ -22,13 +26,14 @@ struct PlannedBatch {
   bool worker_residual;  // this rank has one for the batch's tiles
   bool owner_residual;   // the batch's parameters have one
   std::vector<Tile> tiles;
-  std::vector<uint32_t> ranks;  // encode: node of the message's receiver; decode: the sender's rank
+  // encode: node of the message's receiver, 0 in an all-gather; decode: the sender's rank.
+  std::vector<uint32_t> ranks;
 };
 
 // A peer's share of a chunk.
 struct Shard {
   uint32_t worker_bytes = 0;   // payload of the scatter message to this peer
-  uint32_t scatter_bytes = 0;  // of that message: header, payload, padding
+  uint32_t scatter_bytes = 0;  // of that message: header, payload, padding; 0 in an all-gather
   uint32_t owner_bytes = 0;    // payload of the gather message from this peer, if there is one
 };
 
@@ -61,14 +66,15 @@ struct ChunkPlan {
   std::vector<Shard> shards;  // this rank's peers, by node
   // The tiles of this rank's column. gradient_offset counts in the bucket, or in the sum of the
   // node. payload_offset counts from the start of the send buffer, headers included; output_offset,
-  // for undo, as payload_offset in `decode`.
+  // for undo, as payload_offset in `decode`. In an all-gather: the tiles that this rank owns, in
+  // its one message, without residuals.
   std::vector<PlannedBatch> encode;
   // Tiles that this rank owns. payload_offset and output_offset count from the end of the message's
-  // header; gradient_offset counts in the bucket.
+  // header; gradient_offset counts in the bucket. Empty in an all-gather.
   std::vector<PlannedBatch> reduce;
-  // First the batches and tiles of `encode`, in the same order, then those of other columns.
-  // payload_offset counts from the start of the receive buffer, headers included. Empty in a
-  // reduce-scatter.
+  // First the batches and tiles of `encode`, in the same order, then those of other columns; in an
+  // all-gather those of all ranks, this one's included. payload_offset counts from the start of the
+  // receive buffer, headers included. Empty in a reduce-scatter.
   std::vector<PlannedBatch> decode;
 };
 
@@ -96,8 +102,9 @@ struct PlanOptions {
   Collective collective = Collective::kAllReduce;
 };
 
-// `parameters` in bucket order, all of one dtype. A reduce-scatter takes one tile of every owner in
-// turn, so that every chunk has some for each; it has one rank per node.
+// `parameters` in bucket order, all of one dtype. A reduce-scatter and an all-gather take one tile
+// of every owner in turn, so that every chunk has some of each; they have one rank per node. An
+// all-gather needs codecs whose payload is the same in both stages.
 BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& parameters,
                      const PlanOptions& options);
 

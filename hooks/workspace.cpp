@@ -5,7 +5,6 @@
 
 #include "gradferry/error.h"
 #include "gradferry/wire.h"
-#include "plan.h"
 
 namespace gradferry {
 namespace {
@@ -58,10 +57,12 @@ Workspace one_slot(const Layout& layout, uint32_t chunk_bytes, const WorkspaceLi
       kHeaderBytes + std::min<uint64_t>(chunk_bytes, layout.largest_shard_bytes());
   Workspace workspace;
   workspace.message_bytes = std::max<uint64_t>(usual, kHeaderBytes + layout.largest_tile_bytes());
-  workspace.send_bytes = (num_nodes - 1) * usual + workspace.message_bytes;
-  workspace.receive_bytes = num_nodes * workspace.message_bytes;
-  if (!limits.gathers) return workspace;
-  workspace.gathered_bytes = workspace.receive_bytes;
+  if (scatters(limits.collective)) {
+    workspace.send_bytes = (num_nodes - 1) * usual + workspace.message_bytes;
+    workspace.receive_bytes = num_nodes * workspace.message_bytes;
+  }
+  if (!gathers(limits.collective)) return workspace;
+  if (!limits.keeps_gathered) workspace.gathered_bytes = num_nodes * workspace.message_bytes;
   if (!nodes.is_flat()) {
     const uint64_t most_dense = dense_bytes_within(limits.cap_bytes, chunk_bytes, nodes);
     add_local_stage(workspace, layout, num_siblings, most_dense, limits.siblings_share);
@@ -105,12 +106,12 @@ Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes,
   Workspace workspace = one_slot(layout, chunk_bytes, limits, nodes.siblings(layout.rank()).size());
   const auto fits = [&] { return workspace.bytes() + limits.other_bytes <= limits.cap_bytes; };
   // The slots of the ranks with the most siblings, who need the most.
-  const uint64_t needed_by_most =
-      one_slot(layout, chunk_bytes, limits, nodes.most_siblings()).slot_bytes();
+  const uint64_t needed_by_most = std::max<uint64_t>(
+      one_slot(layout, chunk_bytes, limits, nodes.most_siblings()).slot_bytes(), 1);
   const uint64_t left = limits.cap_bytes - std::min(limits.cap_bytes, limits.other_bytes);
   workspace.slots = std::clamp<uint64_t>(left / needed_by_most, 1, limits.most_slots);
   while (workspace.slots > 1 && !fits()) --workspace.slots;  // pages that fewer ranks share
-  if (!fits() && nodes.is_flat() && limits.gathers) {
+  if (!fits() && nodes.is_flat() && limits.collective == Collective::kAllReduce) {
     workspace.shared_receive = true;
     workspace.own_message_bytes = workspace.message_bytes;
   }

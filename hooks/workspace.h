@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "layout.h"
+#include "plan.h"
 
 namespace gradferry {
 
@@ -26,8 +27,8 @@ struct Workspace {
   // the order in which a device posts collectives depends on it.
   size_t slots = 1;
   uint64_t message_bytes = 0;   // the longest message, header included
-  uint64_t send_bytes = 0;      // a chunk's messages to all peers
-  uint64_t receive_bytes = 0;   // one message from every peer
+  uint64_t send_bytes = 0;      // a chunk's messages to all peers; 0 in an all-gather
+  uint64_t receive_bytes = 0;   // one message from every peer; 0 in an all-gather
   uint64_t gathered_bytes = 0;  // the messages of all owners; 0 in a reduce-scatter
   // Between siblings: gradients to and from all of them, and their sum. 0 with one rank per node.
   uint64_t dense_send_bytes = 0;
@@ -69,7 +70,8 @@ struct WorkspaceLimits {
   size_t most_slots;
   bool gathers_in_place;        // the message to all ranks is written to its place
   bool siblings_share = false;  // memory; only with several ranks on this rank's node
-  bool gathers = true;          // false: a reduce-scatter, with one rank per node
+  Collective collective = Collective::kAllReduce;  // any other has one rank per node
+  bool keeps_gathered = false;  // the messages of all owners have memory of their own
 };
 
 // The workspace with as many slots as the limit allows. Throws Error(kConfig) if it allows none:

@@ -34,6 +34,7 @@ struct DeviceJob {
   bool begins_optimizer_step;
   bool begins_momentum;
   bool begins_check;
+  bool is_kept;  // answered from what was gathered before
   BucketEvent event;
   ProfilerContext profiler;
 };

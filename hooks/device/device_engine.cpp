@@ -92,6 +92,30 @@ void DeviceEngine::average(Bucket bucket) {
   }
 }
 
+bool DeviceEngine::decode_kept(const BucketPlan& plan, const at::Tensor& gradient) {
+  if (!options_.keep_gathered || !plans_.contains(&plan)) return false;
+  const FuturePtr future = make_future(c10::TensorType::get(), gradient);
+  DeviceJob job = make_job({.plan = &plan,
+                            .used = {},
+                            .gradient = gradient,
+                            .future = future,
+                            .value = gradient,
+                            .step = 0,
+                            .begins_step = false,
+                            .begins_optimizer_step = false,
+                            .begins_momentum = false,
+                            .begins_check = false,
+                            .event = {}});
+  job.is_kept = true;
+  if (worker_) {
+    exchange_later(std::move(job));
+  } else {
+    exchange(job);
+  }
+  future->waitAndThrow();  // the current stream waits
+  return true;
+}
+
 // A graph would replay the numbers of one step; and events of captured work cannot be queried.
 void DeviceEngine::expect_no_capture() const {
   if (!context_.residuals) return;  // nothing will be enqueued
@@ -118,6 +142,7 @@ DeviceJob DeviceEngine::make_job(Bucket bucket) {
           .begins_optimizer_step = bucket.begins_optimizer_step,
           .begins_momentum = bucket.begins_momentum,
           .begins_check = bucket.begins_check,
+          .is_kept = false,
           .event = bucket.event,
           .profiler = {}};
 }
@@ -133,9 +158,10 @@ const DevicePlan& DeviceEngine::plan_for(const BucketPlan& plan, uint64_t step) 
   }
   // Read by E, and by F only behind E.
   const c10::StreamGuard guard(context_.encode_stream);
-  const DevicePlan& added =
-      plans_.try_emplace(&plan, plan, layout_, codecs, exchange_->sum_begin(), device_)
-          .first->second;
+  const DevicePlan& added = plans_
+                                .try_emplace(&plan, plan, layout_, codecs, exchange_->sum_begin(),
+                                             options_.collective, device_)
+                                .first->second;
   added.use_on(context_.finish_stream);
   return added;
 }
@@ -176,6 +202,13 @@ void DeviceEngine::exchange_later(DeviceJob job) {
 
 void DeviceEngine::exchange(DeviceJob& job) {
   const c10::DeviceGuard guard(device_);
+  if (job.is_kept) {
+    job.ready.block(context_.finish_stream);
+    give_back(std::move(job.ready));
+    exchange_->decode_kept(job);
+    complete(job);
+    return;
+  }
   const BucketBracket bracket(*context_.transport);
   job.ready.block(context_.encode_stream);
   give_back(std::move(job.ready));
@@ -193,6 +226,10 @@ void DeviceEngine::exchange(DeviceJob& job) {
   }
   job.event.encoded_ns = job.event.complete_ns = EventLog::now();
   log_.add(job.event);
+  complete(job);
+}
+
+void DeviceEngine::complete(DeviceJob& job) const {
   const c10::StreamGuard finish(context_.finish_stream);
   job.gradient.reset();
   job.future->markCompleted(std::move(job.value));

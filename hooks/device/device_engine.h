@@ -50,6 +50,7 @@ class DeviceEngine final : public BucketEngine {
                std::unique_ptr<DeviceTransport> transport);
 
   void average(Bucket bucket) override;
+  bool decode_kept(const BucketPlan& plan, const at::Tensor& gradient) override;
   uint64_t sent_bytes() const override;
   uint64_t local_bytes() const override;
   SavedResiduals save_residuals() override;
@@ -67,6 +68,7 @@ class DeviceEngine final : public BucketEngine {
   void begin_step(const DeviceJob& job);
   void exchange(DeviceJob& job);
   void exchange_later(DeviceJob job);
+  void complete(DeviceJob& job) const;
   void average_alone(DeviceJob job);
   c10::Event take_event();
   void give_back(c10::Event event);

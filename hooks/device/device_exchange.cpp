@@ -32,7 +32,9 @@ DeviceExchange::DeviceExchange(DeviceContext& context, uint64_t other_bytes)
        .most_slots = !exchanges         ? 1
                      : nodes_.is_flat() ? kDeviceSlots
                                         : kDeviceSlotsOfNodes,
-       .gathers_in_place = false});
+       .gathers_in_place = false,
+       .collective = options_.collective,
+       .keeps_gathered = options_.keep_gathered});
   expect_offsets_fit(workspace.message_bytes, options_.world_size);
   encode_progress_ = context_.make_tensor(progress_bytes);
   finish_progress_ = context_.make_tensor(progress_bytes);
@@ -88,9 +90,23 @@ void DeviceExchange::average(DeviceJob& job) {
   std::array<ChunkJob, kDeviceSlotsOfNodes> jobs;
   const auto at_chunk = [&](size_t i) -> ChunkJob& { return jobs[i % jobs.size()]; };
   const Behind behind = stages();
+  Kept* kept = nullptr;
+  if (options_.keep_gathered) {
+    kept = &kept_for(*job.plan);
+    kept->step = job.step;
+    kept->first_chunk = context_.life.stats.chunks;  // only this thread writes it
+  }
+  uint64_t kept_begin = 0;
   for (size_t i = 0; i < chunks.size() + behind.decode; ++i) {
     const auto is_due = [&](size_t by) { return i >= by && i - by < chunks.size(); };
-    if (is_due(0)) begin(job, at_chunk(i), chunks[i]);
+    if (is_due(0)) {
+      begin(job, at_chunk(i), chunks[i]);
+      if (kept != nullptr) {
+        const uint64_t size = gathered_bytes(chunks[i]);
+        at_chunk(i).gathered = kept->gathered.part(kept_begin, size);
+        kept_begin += size;
+      }
+    }
     if (is_due(behind.encode)) send(job, at_chunk(i - behind.encode));
     if (is_due(behind.reduce)) reduce(job, at_chunk(i - behind.reduce));
     if (is_due(behind.forward)) forward(job, at_chunk(i - behind.forward));
@@ -142,6 +158,7 @@ void DeviceExchange::begin(DeviceJob& job, ChunkJob& chunk, const DeviceChunk& p
   }
   chunk.chunk = &planned;
   chunk.slot = &slots_[chunk.number % slots_.size()];
+  chunk.gathered = chunk.slot->gathered;
   chunk.slot->free.block(context_.encode_stream);
   if (!nodes_.is_flat()) send_to_siblings(job, chunk);
 }
@@ -186,13 +203,28 @@ void DeviceExchange::sum(DeviceJob& job, ChunkJob& chunk) {
                       .stream = context_.encode_stream.native_handle()});
 }
 
-// On E. The messages of a chunk of which no tile is this rank's to encode are headers alone.
+// On E. In an all-gather the message to all ranks.
 void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
   if (!nodes_.is_leader(options_.rank)) return;
   if (!nodes_.is_flat()) sum(job, chunk);
   const TimedRange timed("gradferry::encode", job.event.encode_ns);
-  const DeviceChunk& planned = *chunk.chunk;
   const DeviceSlot& slot = *chunk.slot;
+  if (!scatters(options_.collective)) {
+    encode(job, chunk, slot.gather_send);
+    post_gather(chunk, context_.encode_stream);
+    return;
+  }
+  encode(job, chunk, slot.scatter_send);
+  const DeviceScatter& scatter = chunk.chunk->scatter;
+  chunk.scatter =
+      context_.transport->all_to_all(Among::kPeers, slot.scatter_receive, scatter.receive_bytes,
+                                     slot.scatter_send, scatter.send_bytes, context_.encode_stream);
+}
+
+// The messages of a chunk of which no tile is this rank's to encode are headers alone.
+void DeviceExchange::encode(const DeviceJob& job, const ChunkJob& chunk,
+                            const DeviceBuffer& out) const {
+  const DeviceChunk& planned = *chunk.chunk;
   const Message* messages = job.plan->data(planned.scatter.sent);
   if (planned.encode.tiles.size == 0) {
     node_kernels().pack({.pieces = nullptr,
@@ -202,27 +234,25 @@ void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
                          .envelope = envelope(job, chunk, Phase::kScatter),
                          .messages = messages,
                          .num_messages = planned.scatter.sent.size,
-                         .out = bytes(slot.scatter_send),
+                         .out = bytes(out),
                          .stream = context_.encode_stream.native_handle()});
-  } else {
-    chunk_kernels().encode(
-        {.chunk = chunk_of(job, envelope(job, chunk, Phase::kScatter), planned.encode,
-                           encode_progress_, context_.encode_stream),
-         .gradient = nodes_.is_flat() ? job.gradient.const_data_ptr() : sum_of(slot),
-         .gain = nullptr,
-         .residual = context_.residuals->worker(),
-         .messages = messages,
-         .num_messages = planned.scatter.sent.size,
-         .out = bytes(slot.scatter_send)});
+    return;
   }
-  chunk.scatter = context_.transport->all_to_all(
-      Among::kPeers, slot.scatter_receive, planned.scatter.receive_bytes, slot.scatter_send,
-      planned.scatter.send_bytes, context_.encode_stream);
+  chunk_kernels().encode(
+      {.chunk = chunk_of(job, envelope(job, chunk, Phase::kScatter), planned.encode,
+                         encode_progress_, context_.encode_stream),
+       .gradient = nodes_.is_flat() ? job.gradient.const_data_ptr() : sum_of(*chunk.slot),
+       .gain = nullptr,
+       .residual = context_.residuals->worker(),
+       .messages = messages,
+       .num_messages = planned.scatter.sent.size,
+       .out = bytes(out)});
 }
 
 // On F. Messages that cannot be trusted get a verdict, and reduce still processes them: to skip
 // them, the host would have to wait for the verdicts. A rank without peers checks its siblings'.
 void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
+  if (!scatters(options_.collective)) return;
   const DeviceChunk& planned = *chunk.chunk;
   const DeviceSlot& slot = *chunk.slot;
   const bool has_peers = nodes_.is_leader(options_.rank);
@@ -252,19 +282,19 @@ void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
   // From here on E may reuse its buffers of the slot, unless decode reads what was sent, or what is
   // received next lies where decode reads.
   if (!freed_by_decode(planned)) chunk.slot->free.record(context_.finish_stream);
-  if (has_peers) post_gather(chunk);
+  if (has_peers) post_gather(chunk, context_.finish_stream);
 }
 
 // Into the message to siblings, behind its header, or to where decode reads at once.
-void DeviceExchange::post_gather(ChunkJob& chunk) {
+void DeviceExchange::post_gather(ChunkJob& chunk, const c10::Stream& stream) {
   const DeviceSlot& slot = *chunk.slot;
   const uint64_t size = chunk.chunk->gather_message_bytes;
   const uint64_t begin =
       nodes_.is_flat() ? 0
                        : uint64_t{local_index_} * chunk.chunk->plan->forward_bytes + kHeaderBytes;
   chunk.gather = context_.transport->all_gather(
-      Among::kPeers, slot.gathered.part(begin, size * nodes_.num_nodes()), slot.gather_send,
-      static_cast<int64_t>(size), context_.finish_stream);
+      Among::kPeers, chunk.gathered.part(begin, size * nodes_.num_nodes()), slot.gather_send,
+      static_cast<int64_t>(size), stream);
 }
 
 // On F, which has nothing to do here but to wait: the next chunk's all-to-all, for which it waits
@@ -291,12 +321,61 @@ void DeviceExchange::decode(DeviceJob& job, ChunkJob& chunk) {
   } else {
     context_.wait(job, chunk.forward, Phase::kForward, chunk.number, context_.finish_stream);
   }
+  decode_gathered(job, chunk, slot);
+  if (freed_by_decode(planned)) chunk.slot->free.record(context_.finish_stream);
+}
+
+// On F.
+void DeviceExchange::decode_gathered(DeviceJob& job, const ChunkJob& chunk,
+                                     const DeviceSlot& slot) const {
   const TimedRange timed("gradferry::decode", job.event.decode_ns);
+  const DeviceChunk& planned = *chunk.chunk;
   decode_on(job,
             chunk_of(job, envelope(job, chunk, Phase::kScatter), planned.decode, finish_progress_,
                      context_.finish_stream),
-            received_in(job, planned.gathered, slot.gathered, verdicts_), slot.scatter_send);
-  if (freed_by_decode(planned)) chunk.slot->free.record(context_.finish_stream);
+            received_in(job, planned.gathered, chunk.gathered, verdicts_), slot.scatter_send);
+}
+
+// The messages are checked again, with the numbers that they have, so that refused ones become NaN
+// again.
+void DeviceExchange::decode_kept(DeviceJob& job) {
+  reserve_flags(job.plan->most_tiles());
+  const Kept& kept = kept_.at(job.plan);
+  job.step = kept.step;
+  uint64_t begin = 0;
+  uint64_t number = kept.first_chunk;
+  for (const DeviceChunk& planned : job.plan->chunks()) {
+    const uint64_t size = gathered_bytes(planned);
+    const ChunkJob chunk{.chunk = &planned,
+                         .slot = nullptr,
+                         .number = number++,
+                         .gathered = kept.gathered.part(begin, size),
+                         .local_scatter = {},
+                         .scatter = {},
+                         .gather = {},
+                         .forward = {}};
+    decode_gathered(job, chunk, slots_.front());
+    begin += size;
+  }
+}
+
+// Of all owners; an all-gather has one rank per node.
+uint64_t DeviceExchange::gathered_bytes(const DeviceChunk& planned) const {
+  return uint64_t{planned.gather_message_bytes} * nodes_.num_nodes();
+}
+
+DeviceExchange::Kept& DeviceExchange::kept_for(const DevicePlan& plan) {
+  const auto found = kept_.find(&plan);
+  if (found != kept_.end()) return found->second;
+  uint64_t num_bytes = 0;
+  for (const DeviceChunk& planned : plan.chunks()) num_bytes += gathered_bytes(planned);
+  const c10::StreamGuard guard(context_.encode_stream);  // the gather is posted behind E
+  Kept made{.gathered = context_.make_buffer(num_bytes), .step = 0, .first_chunk = 0};
+  Kept& kept = kept_.emplace(&plan, std::move(made)).first->second;
+  const std::lock_guard lock(context_.life.mutex);
+  context_.life.stats.workspace_bytes += num_bytes;
+  ++context_.life.stats.workspace_allocations;
+  return kept;
 }
 
 void DeviceExchange::decode_on(const DeviceJob& job, const ChunkBatch& chunk,

@@ -5,6 +5,7 @@
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <map>
 #include <vector>
 
 #include "device/device_context.h"
@@ -26,6 +27,9 @@ class DeviceExchange {
 
   // Enqueues everything from encode to the mean in the bucket. E already waits for the gradient.
   void average(DeviceJob& job);
+  // With keep_gathered: decodes what the last average() of the job's plan has gathered, on F alone,
+  // which already waits for the gradient. There was one.
+  void decode_kept(DeviceJob& job);
   // The same as ChunkCodecs::deliver_alone(), on E alone.
   void deliver_alone(DeviceJob& job);
 
@@ -38,14 +42,21 @@ class DeviceExchange {
   struct DeviceSlot {
     DeviceBuffer dense_send, dense_receive;  // between siblings
     DeviceBuffer scatter_send, scatter_receive, gather_send;
-    DeviceBuffer gathered;  // what decode reads
+    DeviceBuffer gathered;  // what decode reads, unless that is kept
     c10::Event free;        // recorded on F when E may use the slot again
   };
   struct ChunkJob {
     const DeviceChunk* chunk;
     DeviceSlot* slot;
     uint64_t number;
+    DeviceBuffer gathered;
     Transfer local_scatter, scatter, gather, forward;
+  };
+  // What a plan's last gather has received, chunk by chunk, and the numbers in its messages. No
+  // event frees it: whoever gathers again comes after the parameters decoded from it were used.
+  struct Kept {
+    DeviceBuffer gathered;
+    uint64_t step, first_chunk;
   };
   // How many chunks a stage is behind the first one.
   struct Behind {
@@ -53,7 +64,7 @@ class DeviceExchange {
   };
 
   bool freed_by_decode(const DeviceChunk& planned) const {
-    return planned.worker_residual || slots_.size() == 1;
+    return planned.worker_residual || slots_.size() == 1 || !scatters(options_.collective);
   }
   DeviceSlot make_slot(const Workspace& workspace) const;
   Behind stages() const;
@@ -61,10 +72,14 @@ class DeviceExchange {
   void send_to_siblings(DeviceJob& job, ChunkJob& chunk);
   void sum(DeviceJob& job, ChunkJob& chunk);
   void send(DeviceJob& job, ChunkJob& chunk);
+  void encode(const DeviceJob& job, const ChunkJob& chunk, const DeviceBuffer& out) const;
   void reduce(DeviceJob& job, ChunkJob& chunk);
-  void post_gather(ChunkJob& chunk);
+  void post_gather(ChunkJob& chunk, const c10::Stream& stream);
   void forward(DeviceJob& job, ChunkJob& chunk);
   void decode(DeviceJob& job, ChunkJob& chunk);
+  void decode_gathered(DeviceJob& job, const ChunkJob& chunk, const DeviceSlot& slot) const;
+  uint64_t gathered_bytes(const DeviceChunk& planned) const;
+  Kept& kept_for(const DevicePlan& plan);
   std::byte* sum_of(const DeviceSlot& slot) const;
   Envelope envelope(const DeviceJob& job, const ChunkJob& chunk, Phase phase) const;
   ChunkBatch chunk_of(const DeviceJob& job, const Envelope& envelope, const DeviceStage& stage,
@@ -81,6 +96,7 @@ class DeviceExchange {
   const uint32_t local_index_;  // of this rank
   uint32_t sum_begin_ = 0;
   std::vector<DeviceSlot> slots_;
+  std::map<const DevicePlan*, Kept> kept_;
   at::Tensor encode_progress_, finish_progress_;  // E's and F's: ChunkProgress
   at::Tensor verdicts_, sibling_verdicts_;        // uint32_t per message
   at::Tensor flags_;  // uint32_t per tile of a chunk, on the stream that decodes

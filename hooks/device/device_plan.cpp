@@ -51,20 +51,30 @@ DeviceStage add_stage(TableWriter& writer, const std::vector<PlannedBatch>& plan
 // Builds the tables of a chunk, as rank `rank` of a world uses them.
 class ChunkTables {
  public:
-  ChunkTables(TableWriter& writer, const ChunkPlan& plan, const Layout& layout, uint32_t sum_begin)
+  ChunkTables(TableWriter& writer, const ChunkPlan& plan, const Layout& layout, uint32_t sum_begin,
+              Collective collective)
       : writer_(writer),
         plan_(plan),
         nodes_(layout.nodes()),
         rank_(layout.rank()),
         node_(nodes_.node_of(rank_)),
         column_(nodes_.local_index(rank_)),
-        sum_begin_(sum_begin) {
+        sum_begin_(sum_begin),
+        averages_(scatters(collective)) {
     chunk_.plan = &plan;
   }
 
   DeviceChunk add(const std::vector<ChunkCodec>& codecs) {
     if (!nodes_.is_flat()) add_siblings();
-    if (nodes_.is_leader(rank_)) add_peers();
+    if (averages_ && nodes_.is_leader(rank_)) add_peers();
+    const Shard& own = plan_.shards[node_];
+    if (!averages_) {
+      chunk_.scatter.sent = writer_.add<Message>({{0, own.owner_bytes, rank_, Phase::kScatter, 0}});
+    }
+    if (nodes_.is_leader(rank_)) {
+      chunk_.gather_payload_bytes = own.owner_bytes;
+      chunk_.gather_message_bytes = plan_.columns[column_].gather_message_bytes;
+    }
     add_gathered();
     add_stages(codecs);
     return std::move(chunk_);
@@ -121,18 +131,18 @@ class ChunkTables {
     }
     chunk_.scatter.sent = writer_.add(sent);
     chunk_.scatter.received = writer_.add(received);
-    chunk_.gather_payload_bytes = own.owner_bytes;
-    chunk_.gather_message_bytes = plan_.columns[column_].gather_message_bytes;
   }
 
   void add_gathered() {
+    // In an all-gather, that of what encode has sealed.
+    const Phase phase = averages_ ? Phase::kGather : Phase::kScatter;
     for (uint32_t c = 0; c < plan_.columns.size(); ++c) {
       const Column& column = plan_.columns[c];
       const std::vector<uint32_t> peers = nodes_.peers(c);
       const uint32_t begin = nodes_.is_flat() ? 0 : c * plan_.forward_bytes + kHeaderBytes;
       for (uint32_t p = 0; p < peers.size(); ++p) {
         const uint32_t message = begin + p * column.gather_message_bytes;
-        gathered_.push_back({message, column.owner_bytes[p], peers[p], Phase::kGather, 0});
+        gathered_.push_back({message, column.owner_bytes[p], peers[p], phase, 0});
       }
     }
     std::vector<Message> all = gathered_;
@@ -149,7 +159,7 @@ class ChunkTables {
     chunk_.encode = add_stage(writer_, plan_.encode, codecs, &PlannedBatch::worker_residual,
                               [&](ChunkTile& tile, uint32_t node) {
                                 tile.message = node;
-                                own.push_back(tile.tile);
+                                if (averages_) own.push_back(tile.tile);
                               });
     chunk_.reduce = add_stage(writer_, plan_.reduce, codecs, &PlannedBatch::owner_residual,
                               [](ChunkTile&, uint32_t) {});
@@ -174,6 +184,7 @@ class ChunkTables {
   const ChunkPlan& plan_;
   const Nodes& nodes_;
   const uint32_t rank_, node_, column_, sum_begin_;
+  const bool averages_;            // not an all-gather
   std::vector<Message> gathered_;  // of owners
   DeviceChunk chunk_{};
 };
@@ -182,12 +193,12 @@ class ChunkTables {
 
 DevicePlan::DevicePlan(const BucketPlan& plan, const Layout& layout,
                        const std::vector<ChunkCodec>& codecs, uint32_t sum_begin,
-                       c10::Device device)
+                       Collective collective, c10::Device device)
     : plan_(plan) {
   TableWriter writer;
   codecs_ = writer.add(codecs);
   for (const ChunkPlan& chunk : plan_.chunks) {
-    chunks_.push_back(ChunkTables(writer, chunk, layout, sum_begin).add(codecs));
+    chunks_.push_back(ChunkTables(writer, chunk, layout, sum_begin, collective).add(codecs));
     const DeviceChunk& added = chunks_.back();
     most_tiles_ = std::max(
         {most_tiles_, added.encode.tiles.size, added.reduce.tiles.size, added.decode.tiles.size});

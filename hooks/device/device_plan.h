@@ -25,7 +25,8 @@ struct DeviceStage {
   uint32_t rows = 0;
 };
 
-// An all-to-all: bytes sent to, and received from, each rank.
+// An all-to-all: bytes sent to, and received from, each rank. In an all-gather `sent` has the one
+// message to all.
 struct DeviceScatter {
   Table<Message> sent, received;
   std::vector<int64_t> send_bytes, receive_bytes;
@@ -56,7 +57,7 @@ class DevicePlan {
   // `sum_begin`: where in a buffer of sent messages the node's sum lies (device_exchange.h).
   // Uploads on the current stream of `device`.
   DevicePlan(const BucketPlan& plan, const Layout& layout, const std::vector<ChunkCodec>& codecs,
-             uint32_t sum_begin, c10::Device device);
+             uint32_t sum_begin, Collective collective, c10::Device device);
 
   DevicePlan(const DevicePlan&) = delete;
   DevicePlan& operator=(const DevicePlan&) = delete;

@@ -200,7 +200,7 @@ std::byte* Exchange::gathered_column(const Chunk& chunk, uint32_t column) const 
   const uint64_t begin = chunk.plan->forward_bytes == 0
                              ? 0
                              : uint64_t{column} * chunk.plan->forward_bytes + kHeaderBytes;
-  return bytes(chunk.slot->gathered) + begin;
+  return bytes(chunk.gathered) + begin;
 }
 
 std::byte* Exchange::own_place(const Chunk& chunk) const {
@@ -231,8 +231,8 @@ void Exchange::post_gather(Chunk& chunk, WireStatus status, uint64_t checksum) {
   write_header(gather_message(chunk), envelope(chunk, Phase::kGather), status,
                chunk.plan->shards[node_].owner_bytes, checksum);
   const Slot& slot = *chunk.slot;
-  const int64_t begin = gathered_column(chunk, local_index_) - bytes(slot.gathered);
-  const at::Tensor messages = slot.gathered.narrow(0, begin, size * nodes_.num_nodes());
+  const int64_t begin = gathered_column(chunk, local_index_) - bytes(chunk.gathered);
+  const at::Tensor messages = chunk.gathered.narrow(0, begin, size * nodes_.num_nodes());
   count(static_cast<uint64_t>(size) * (nodes_.num_nodes() - 1), 0);
   chunk.gather = slot.own_message.defined()
                      ? lanes_.gather->all_gather(messages, slot.own_message.narrow(0, 0, size))
@@ -271,7 +271,7 @@ Fault Exchange::check_gathered(const Chunk& chunk, uint32_t column) const {
 at::Tensor Exchange::forwarded(const Chunk& chunk) const {
   const Slot& slot = *chunk.slot;
   const int64_t size = siblings_share(slot) ? kHeaderBytes : chunk.plan->forward_bytes;
-  return (siblings_share(slot) ? slot.dense_receive : slot.gathered)
+  return (siblings_share(slot) ? slot.dense_receive : chunk.gathered)
       .narrow(0, 0, size * static_cast<int64_t>(siblings_.size()));
 }
 

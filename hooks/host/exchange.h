@@ -7,9 +7,9 @@
 //   forward         every rank sends its siblings what it gathered, as it came      (local lanes)
 //
 // With one rank per node all ranks are peers, and nothing is local. A reduce-scatter ends with the
-// scatter. Where siblings share memory, only headers are sent between them. A header says that what
-// belongs to it is there, and is sent after it was written; the kernel's lock on a connection's
-// queue puts the write before the read.
+// scatter, and an all-gather is the gather alone. Where siblings share memory, only headers are
+// sent between them. A header says that what belongs to it is there, and is sent after it was
+// written; the kernel's lock on a connection's queue puts the write before the read.
 #pragma once
 
 #include <atomic>
@@ -40,7 +40,8 @@ struct Slot {
   uint64_t dense_place_bytes = 0;        // apart
   at::Tensor sum;                        // of the node's gradients, of this rank's column
   at::Tensor scatter_send, scatter_receive;
-  // What decode reads; may be scatter_receive, or what siblings share. Empty in a reduce-scatter.
+  // What decode reads; may be scatter_receive, or what siblings share. Empty in a reduce-scatter,
+  // and where all that is gathered is kept.
   at::Tensor gathered;
   at::Tensor own_message;  // then: this rank's, which else is written to its place in `gathered`
 };
@@ -52,6 +53,7 @@ Slot make_slot(const Workspace& workspace, SharedMemory* memory, uint64_t number
 struct Chunk {
   const ChunkPlan* plan = nullptr;
   Slot* slot = nullptr;
+  at::Tensor gathered{};  // what decode reads: the slot's, or memory that keeps it
   uint64_t number = 0;
   uint64_t step = 0;
   Pending local_scatter;

@@ -33,7 +33,8 @@ Workspace plan_host_workspace(const EngineOptions& options, const Layout& layout
                          .most_slots = kHostSlots,
                          .gathers_in_place = true,
                          .siblings_share = siblings_share,
-                         .gathers = options.gathers()});
+                         .collective = options.collective,
+                         .keeps_gathered = options.keep_gathered});
 }
 
 }  // namespace
@@ -112,26 +113,13 @@ bool Finisher::work() {
   return error.has_value();
 }
 
-// A rank that has read the commit of a bucket, with an error, posts no later bucket. This rank may
-// have waited for one, and only heard that the other rank failed; the same commit is here, too.
-Error Finisher::cause_of(Error error) {
-  try {
-    while (error.kind() == ErrorKind::kPeer && !commits_.empty() &&
-           exchange_.has_come(commits_.front().work)) {
-      finish_commit();
-    }
-  } catch (...) {
-    return describe_failure(std::current_exception(), options_.world_rank());
-  }
-  return error;
-}
-
 // False when told to stop with nothing in flight.
 bool Finisher::do_oldest() {
   if (commits_.size() == commit_slots_.size()) finish_commit();
   if (!take_handed_in()) return false;
   if (const auto stage = next_stage()) {
     advance(*stage);
+    if (!scatters(options_.collective)) deliver_early();
   } else if (!commits_.empty()) {
     finish_commit();
   }
@@ -151,7 +139,10 @@ bool Finisher::take_handed_in() {
     if (!life_.death && queue_.empty()) return false;
   }
   if (life_.death) throw Error(*life_.death);  // run() failed
-  Chunks& first = waiting_[layout_.nodes().is_flat() ? kScatter : kLocalScatter];
+  const Stage begin = !scatters(options_.collective) ? kGather
+                      : layout_.nodes().is_flat()    ? kScatter
+                                                     : kLocalScatter;
+  Chunks& first = waiting_[begin];
   // One by one, so that an exception leaves no job behind.
   for (; !queue_.empty(); queue_.pop_front()) first.push_back(std::move(queue_.front()));
   return true;
@@ -186,7 +177,7 @@ void Finisher::advance(size_t stage) {
     if (!nodes.is_leader(options_.rank)) next = kForward;
   } else if (stage == kScatter) {
     reduce(job);
-    if (!options_.gathers()) next = kStages;
+    if (!gathers(options_.collective)) next = kStages;
   } else if (stage == kGather && !nodes.is_flat()) {
     forward(job);
   } else {
@@ -236,6 +227,28 @@ void Finisher::send_to_peers(ChunkJob& job, ChunkCodecs& codecs, WireStatus stat
   bucket.event.worker += withheld;
 }
 
+void Finisher::send_to_all(ChunkJob& job, ChunkCodecs& codecs) {
+  WireStatus status = WireStatus::kOk;
+  std::vector<uint64_t> checksums(1, 0);
+  int64_t encode_ns = 0;
+  try {
+    const TimedRange timed("gradferry::encode", encode_ns);
+    codecs.encode(work_of(job), exchange_.gather_message(job.chunk), checksums);
+  } catch (const std::exception& error) {
+    job.encode_error = error.what();
+    status = WireStatus::kLocalFailure;
+  }
+  exchange_.post_gather(job.chunk, status, checksums.front());
+  const std::lock_guard lock(life_.mutex);
+  job.bucket->event.encode_ns += encode_ns;
+}
+
+void Finisher::note_encode_error(ChunkJob& job, Phase phase) const {
+  if (job.encode_error.empty()) return;
+  note(job.bucket->fault, local_fault(job, phase));
+  job.bucket->local_error = job.encode_error;
+}
+
 // Adds up the node's gradients. A rank beyond the columns only hears how its siblings are.
 void Finisher::sum(ChunkJob& job) {
   BucketJob& bucket = *job.bucket;
@@ -273,10 +286,7 @@ void Finisher::sum(ChunkJob& job) {
 void Finisher::reduce(ChunkJob& job) {
   BucketJob& bucket = *job.bucket;
   const Fault local = local_fault(job, Phase::kScatter);
-  if (!job.encode_error.empty()) {
-    note(bucket.fault, local);
-    bucket.local_error = job.encode_error;
-  }
+  note_encode_error(job, Phase::kScatter);
   {
     const TimedRange timed("gradferry::network", bucket.event.network_ns);
     note(bucket.fault, exchange_.wait_scatter(job.chunk));
@@ -291,7 +301,7 @@ void Finisher::reduce(ChunkJob& job) {
       bucket.local_error = error.what();
     }
   }
-  if (options_.gathers()) {
+  if (gathers(options_.collective)) {
     exchange_.post_gather(job.chunk, bucket.fault.status, checksum);
   } else {
     free_slot(job);
@@ -315,7 +325,7 @@ uint64_t Finisher::reduce_payloads(const ChunkJob& job) {
   }
   const ChunkCodecs::Work work = work_of(job);
   const ChunkCodecs::Reduced reduced =
-      options_.gathers()
+      gathers(options_.collective)
           ? codecs_.reduce(work, payloads, exchange_.gather_message(job.chunk) + kHeaderBytes)
           : codecs_.accumulate(work, payloads);
   if (reduced.corrupt_tiles != 0) {
@@ -334,6 +344,7 @@ uint64_t Finisher::reduce_payloads(const ChunkJob& job) {
 
 void Finisher::decode(ChunkJob& job) {
   BucketJob& bucket = *job.bucket;
+  if (!scatters(options_.collective)) note_encode_error(job, Phase::kGather);
   {
     const TimedRange timed("gradferry::network", bucket.event.network_ns);
     note(bucket.fault, layout_.nodes().is_flat() ? exchange_.wait_gather(job.chunk)
@@ -362,7 +373,7 @@ void Finisher::free_slot(const ChunkJob& job) {
 void Finisher::decode_messages(const ChunkJob& job) {
   const Slot& slot = *job.chunk.slot;
   const ChunkCodecs::Decoded decoded =
-      codecs_.decode(work_of(job), static_cast<const std::byte*>(slot.gathered.const_data_ptr()),
+      codecs_.decode(work_of(job), bytes(job.chunk.gathered),
                      static_cast<const std::byte*>(slot.scatter_send.const_data_ptr()));
   auto& nonfinite = job.bucket->nonfinite_tiles;
   for (const uint64_t tile : decoded.nonfinite_tiles) {
@@ -438,58 +449,39 @@ void Finisher::put_back_unused(const Commit& commit) const {
 
 // Counts before it completes the Future: a thread that waits for it may ask for the state at once.
 void Finisher::complete(BucketJob& bucket) {
-  bucket.event.complete_ns = EventLog::now();
+  if (bucket.future) bucket.event.complete_ns = EventLog::now();
   log_.add(bucket.event);
   {
     const std::lock_guard lock(life_.mutex);
     --life_.stats.in_flight;
+    if (!bucket.future) --life_.unconfirmed;
     if (!bucket.nonfinite_tiles.empty() && options_.touches_residuals(bucket.step)) {
       residuals_.note_nonfinite();
     }
+    life_.changed.notify_all();
   }
+  if (bucket.future) deliver(bucket);
+}
+
+// Completes the bucket of an all-gather as soon as its commit was posted. Not within advance(),
+// where the thread still holds the profiler's state.
+void Finisher::deliver_early() {
+  if (commits_.empty()) return;
+  BucketJob& bucket = *commits_.back().bucket;
+  if (!bucket.future || bucket.fault) return;
+  bucket.event.complete_ns = EventLog::now();
+  {
+    const std::lock_guard lock(life_.mutex);
+    ++life_.unconfirmed;
+  }
+  deliver(bucket);
+}
+
+void Finisher::deliver(BucketJob& bucket) {
   bucket.gradient.reset();
   bucket.profiler.clear();
   bucket.future->markCompleted(std::move(bucket.value));
   bucket.future.reset();
-}
-
-// --- the end ---
-
-// Takes the buckets of everything in flight, in order of their numbers. With life_.mutex held.
-std::vector<std::shared_ptr<BucketJob>> Finisher::take_all_buckets() {
-  std::vector<std::shared_ptr<BucketJob>> buckets;
-  for (const Chunks& chunks : waiting_) {
-    for (const auto& job : chunks) buckets.push_back(job->bucket);
-  }
-  for (const auto& commit : commits_) buckets.push_back(commit.bucket);
-  for (const auto& job : queue_) buckets.push_back(job->bucket);
-  queue_.clear();
-  const auto number = [](const auto& bucket) { return bucket->event.bucket; };
-  std::ranges::sort(buckets, {}, number);
-  const auto repeated = std::ranges::unique(buckets, {}, number);
-  buckets.erase(repeated.begin(), repeated.end());
-  return buckets;
-}
-
-void Finisher::fail_all(const Error& error) {
-  std::vector<std::shared_ptr<BucketJob>> failed;
-  {
-    const std::lock_guard lock(life_.mutex);
-    failed = take_all_buckets();
-    for (const auto& bucket : failed) log_.add(bucket->event);
-    if (!life_.death) life_.death = finished(error, log_, options_);
-    life_.stats.in_flight = 0;
-    life_.changed.notify_all();
-  }
-  for (Chunks& chunks : waiting_) chunks.clear();
-  commits_.clear();
-  options_.peers->tell(life_.death->what(), life_.death->kind());
-  const std::exception_ptr exception = options_.make_exception(*life_.death);
-  for (const auto& bucket : failed) {
-    bucket->profiler.clear();
-    if (bucket->future) bucket->future->setErrorIfNeeded(exception);
-    bucket->future.reset();
-  }
 }
 
 }  // namespace gradferry

@@ -5,7 +5,9 @@
 //   wait for a gather -> decode into the bucket -> after the last chunk post the commit
 //   wait for a commit -> complete the bucket's Future
 //
-// In a reduce-scatter the first line ends in the bucket, and there is no second one.
+// In a reduce-scatter the first line ends in the bucket, and there is no second one. An all-gather
+// begins with the second one, and completes the Future before it waits for the commit: unless this
+// rank has seen a fault, the bucket is right, and the commit can travel beside what follows.
 //
 // With several ranks per node a local scatter comes first, to be summed and encoded, and what was
 // gathered is forwarded before it is decoded. With four things to wait for, the oldest job can be
@@ -62,9 +64,10 @@ class Finisher {
   Slot* take_slot();
   void hand_in(std::unique_ptr<ChunkJob> job);
 
-  // Encodes a chunk and posts its scatter, with `status` unless that fails. On the thread that owns
-  // `codecs`.
+  // Encodes a chunk and posts its scatter, with `status` unless that fails; or, in an all-gather,
+  // its gather. On the thread that owns `codecs`.
   void send_to_peers(ChunkJob& job, ChunkCodecs& codecs, WireStatus status);
+  void send_to_all(ChunkJob& job, ChunkCodecs& codecs);
 
   // The body of the finishing thread. Returns false when it was asked to stop and nothing is in
   // flight. After the first error it informs all ranks, fails every bucket in flight, waits until
@@ -100,7 +103,10 @@ class Finisher {
   void finish_commit();
   void put_back_unused(const Commit& commit) const;
   void complete(BucketJob& bucket);
+  void deliver_early();
+  void deliver(BucketJob& bucket);
   Fault local_fault(const ChunkJob& job, Phase phase) const;
+  void note_encode_error(ChunkJob& job, Phase phase) const;
   ChunkCodecs::Work work_of(const ChunkJob& job) const;
   void fail_all(const Error& error);
   std::vector<std::shared_ptr<BucketJob>> take_all_buckets();

@@ -10,8 +10,18 @@
 #include "engine_errors.h"
 #include "faults.h"
 #include "host/node_sum.h"
+#include "tensor_bytes.h"
 
 namespace gradferry {
+namespace {
+
+// The size of all owners' messages, with one rank per node.
+int64_t gathered_bytes(const ChunkPlan& chunk) {
+  const Column& column = chunk.columns.front();
+  return static_cast<int64_t>(column.gather_message_bytes * column.owner_bytes.size());
+}
+
+}  // namespace
 
 HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLanes lanes,
                        const std::shared_ptr<SharedMemory>& memory, std::string local_stage)
@@ -79,8 +89,15 @@ void HostEngine::average(Bucket bucket) {
                                                          .unused = std::move(unused),
                                                          .event = bucket.event,
                                                          .profiler = {}});
+  const at::Tensor kept = options_.keep_gathered ? kept_messages(*job->plan) : at::Tensor();
   const auto& chunks = job->plan->chunks;
-  for (const ChunkPlan& chunk : chunks) send_chunk(job, chunk, &chunk == &chunks.back());
+  int64_t begin = 0;
+  for (const ChunkPlan& chunk : chunks) {
+    const int64_t size = gathered_bytes(chunk);
+    send_chunk(job, chunk, &chunk == &chunks.back(),
+               kept.defined() ? kept.narrow(0, begin, size) : at::Tensor());
+    begin += size;
+  }
 }
 
 // Called before the step's first bucket reaches a codec; residuals of the last step are complete.
@@ -160,15 +177,18 @@ void HostEngine::deliver_alone(const Bucket& bucket) {
 // Posts what the others wait for first, so that it is sent while the next chunk is prepared. DDP's
 // thread waits for the network only if all slots are in use.
 void HostEngine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan,
-                            bool last) {
+                            bool last, at::Tensor kept) {
   auto job = std::make_unique<ChunkJob>();
   job->bucket = bucket;
   job->last = last;
   job->chunk.plan = &plan;
   job->chunk.slot = finisher_->take_slot();
+  job->chunk.gathered = kept.defined() ? std::move(kept) : job->chunk.slot->gathered;
   job->chunk.step = bucket->step;
   job->chunk.number = life_.stats.chunks;  // only this thread writes it
-  if (layout_.nodes().is_flat()) {
+  if (!scatters(options_.collective)) {
+    finisher_->send_to_all(*job, codecs_);
+  } else if (layout_.nodes().is_flat()) {
     finisher_->send_to_peers(*job, codecs_, WireStatus::kOk);
   } else {
     send_to_siblings(*job);
@@ -179,6 +199,32 @@ void HostEngine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const Chun
     bucket->event.encoded_ns = EventLog::now();
   }
   finisher_->hand_in(std::move(job));
+}
+
+// Where the messages of a bucket are kept, chunk by chunk. Allocated when it comes for the first
+// time.
+at::Tensor HostEngine::kept_messages(const BucketPlan& plan) {
+  at::Tensor& kept = kept_[&plan];
+  if (kept.defined()) return kept;
+  int64_t num_bytes = 0;
+  for (const ChunkPlan& chunk : plan.chunks) num_bytes += gathered_bytes(chunk);
+  kept = at::zeros({num_bytes}, at::TensorOptions().dtype(at::kByte));
+  const std::lock_guard lock(life_.mutex);
+  life_.stats.workspace_bytes += kept.nbytes();
+  ++life_.stats.workspace_allocations;
+  return kept;
+}
+
+bool HostEngine::decode_kept(const BucketPlan& plan, const at::Tensor& gradient) {
+  const auto found = kept_.find(&plan);
+  if (found == kept_.end()) return false;
+  const std::byte* messages = bytes(found->second);
+  void* into = gradient.mutable_data_ptr();
+  for (const ChunkPlan& chunk : plan.chunks) {
+    codecs_.decode({&chunk, 0, into, into}, messages, nullptr);
+    messages += gathered_bytes(chunk);
+  }
+  return true;
 }
 
 void HostEngine::send_to_siblings(ChunkJob& job) {

@@ -4,7 +4,8 @@
 //   finishing thread     wait -> reduce -> post its all-gather         (gather lane)
 //                        wait -> decode into the bucket -> commit      (commit lane) -> Future
 //
-// A reduce-scatter goes from the first wait straight to its part of the bucket, and the commit.
+// A reduce-scatter goes from the first wait straight to its part of the bucket, and the commit. In
+// an all-gather DDP's thread posts the all-gather at once, and the Future comes before the commit.
 //
 // With several ranks per node:
 //
@@ -18,6 +19,7 @@
 // stop and nothing is in flight. With the native hook, neither thread takes the GIL.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -36,11 +38,12 @@ namespace gradferry {
 
 class HostEngine final : public BucketEngine {
  public:
-  // `lanes`: all null when world_size is 1; `gather` is also null in a reduce-scatter. `memory`:
-  // shared_memory_bytes(options) that siblings share; null on all siblings: they share none.
-  // `local_stage`: for people, through what siblings exchange, and why. `hashes`: of the
-  // parameters, in the order of options.parameters. Allocates residuals and workspace, then starts
-  // the finishing thread. The engine stops when the last copy of the returned pointer is destroyed.
+  // `lanes`: all null when world_size is 1; `gather` is also null in a reduce-scatter, and
+  // `scatter` in an all-gather. `memory`: shared_memory_bytes(options) that siblings share; null on
+  // all siblings: they share none. `local_stage`: for people, through what siblings exchange, and
+  // why. `hashes`: of the parameters, in the order of options.parameters. Allocates residuals and
+  // workspace, then starts the finishing thread. The engine stops when the last copy of the
+  // returned pointer is destroyed.
   static std::shared_ptr<HostEngine> start(EngineOptions options, ParameterHashes hashes,
                                            ExchangeLanes lanes,
                                            const std::shared_ptr<SharedMemory>& memory,
@@ -53,6 +56,7 @@ class HostEngine final : public BucketEngine {
              const std::shared_ptr<SharedMemory>& memory, std::string local_stage);
 
   void average(Bucket bucket) override;
+  bool decode_kept(const BucketPlan& plan, const at::Tensor& gradient) override;
   uint64_t sent_bytes() const override { return exchange_ ? exchange_->sent_bytes() : 0; }
   uint64_t local_bytes() const override { return exchange_ ? exchange_->local_bytes() : 0; }
   SavedResiduals save_residuals() override;
@@ -71,8 +75,10 @@ class HostEngine final : public BucketEngine {
   bool changes_residuals(uint64_t step) const;
   bool is_finite(const Bucket& bucket) const;
   void deliver_alone(const Bucket& bucket);
-  void send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan, bool last);
+  void send_chunk(const std::shared_ptr<BucketJob>& bucket, const ChunkPlan& plan, bool last,
+                  at::Tensor kept);
   void send_to_siblings(ChunkJob& job);
+  at::Tensor kept_messages(const BucketPlan& plan);
   float loss_scale() const;
 
   const std::string local_stage_;
@@ -86,6 +92,8 @@ class HostEngine final : public BucketEngine {
   ChunkCodecs codecs_;
   bool check_is_due_ = false;  // of parameters, with the next bucket that has elements
   float pass_scale_ = 1.0F;    // the loss scale when the pass began; 1 without a GradScaler
+  // With keep_gathered: by plan, what was gathered last, chunk by chunk.
+  std::map<const BucketPlan*, at::Tensor> kept_;
 };
 
 }  // namespace gradferry

@@ -185,13 +185,13 @@ class ResizedState:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        mine = self._state.part  # others' may be as large as the model
+        mine = self._state.parts  # others' may be as large as the model
         entries = FileSystemReader(self._checkpoint).read_metadata().state_dict_metadata
         room: dict[str, Any] = {}
         for path, entry in entries.items():
             prefix, *parts = path.split(".")
             name = parts.pop() if parts else ""  # else a value beside the states
-            if prefix != self._key or not name or not (mine is None or parts[:1] == [mine]):
+            if prefix != self._key or not name or (mine and not set(parts[:1]) & set(mine)):
                 continue
             inner = room
             for part in parts:  # slots, and shards with slots of their own
@@ -201,12 +201,12 @@ class ResizedState:
                 value = torch.zeros(entry.size, dtype=entry.properties.dtype, device="cpu")
             inner[name] = value
         if not room:
-            where = self._key if mine is None else f"{self._key}.{mine}"
+            where = f"{self._key}.{mine[0]}" if mine else self._key
             raise StateError(
                 f"the checkpoint {self._checkpoint} has nothing under {where!r}"
                 + (
                     ""
-                    if mine is None
+                    if not mine
                     else "; what is withheld of a shard stays with it: load it "
                     "with as many shards as saved it, or go on without what was withheld"
                 )

@@ -35,8 +35,10 @@ std::unique_ptr<ParameterSpec> make_parameter(const std::string& name, uint64_t 
 
 Collective to_collective(const std::string& name) {
   if (name == "all_reduce") return Collective::kAllReduce;
-  GRADFERRY_EXPECTS(name == "reduce_scatter", kConfig,
-                    "collective is 'all_reduce' or 'reduce_scatter', not '" + name + "'");
+  if (name == "all_gather") return Collective::kAllGather;
+  GRADFERRY_EXPECTS(
+      name == "reduce_scatter", kConfig,
+      "collective is 'all_reduce', 'reduce_scatter' or 'all_gather', not '" + name + "'");
   return Collective::kReduceScatter;
 }
 
@@ -79,6 +81,7 @@ const std::map<std::string, void (*)(EngineOptions&, const py::handle&)> kFields
      [](EngineOptions& options, const py::handle& name) {
        options.collective = to_collective(name.cast<std::string>());
      }},
+    {"keep_gathered", &set_field<&EngineOptions::keep_gathered>},
     {"workspace_cap_bytes", &set_field<&EngineOptions::workspace_cap_bytes>},
     {"find_unused_parameters", &set_field<&EngineOptions::find_unused_parameters>},
     {"recovery_hint", &set_field<&EngineOptions::recovery_hint>},
@@ -389,6 +392,11 @@ void bind_engine(py::module_& module) {
           },
           py::arg("message"), py::call_guard<py::gil_scoped_release>())
       .def("expect_alive", &BucketEngine::expect_alive, py::call_guard<py::gil_scoped_release>())
+      .def("settle", &BucketEngine::settle, py::call_guard<py::gil_scoped_release>())
+      .def("decode_kept",
+           py::overload_cast<const std::vector<uint32_t>&, const at::Tensor&>(
+               &BucketEngine::decode_kept),
+           py::arg("parameters"), py::arg("gradient"), py::call_guard<py::gil_scoped_release>())
       .def("state", &saved_state)
       .def(
           "load_state",

@@ -223,8 +223,14 @@ def scattering_options(**changes: Any) -> _native.EngineOptions:
         ({"exact_skip": True}, "no exact_skip, as only its owner knows that a mean is not finite"),
         ({"find_unused_parameters": True}, "no find_unused_parameters; hand over zeros"),
         ({"nodes": [[0, 1]]}, "no sums within nodes of several ranks; use nodes='flat'"),
-        ({"collective": "all_reduce"}, "'weight' has an owner, which only a reduce-scatter gives"),
-        ({"collective": "gather"}, "collective is 'all_reduce' or 'reduce_scatter', not 'gather'"),
+        (
+            {"collective": "all_reduce"},
+            "'weight' has an owner, which only a reduce-scatter or an all-",
+        ),
+        (
+            {"collective": "gather"},
+            "collective is 'all_reduce', 'reduce_scatter' or 'all_gather', not 'g",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused(changes: dict[str, Any], text: str) -> None:

@@ -246,10 +246,10 @@ class Soak:
         for size, world in self._living.items():
             for way in WAYS:
                 if size == 4 or not way.startswith("fsdp"):
-                    feedback = "worker" if way == "fsdp scatter" else "both"
-                    job = Job(
-                        "q4", size, hook={"error_feedback": feedback}, way=way, width=400, steps=3
-                    )
+                    hook = {"error_feedback": "both"}
+                    if way == "fsdp scatter":
+                        hook = {"scatter_feedback": "worker"}
+                    job = Job("q4", size, hook=hook, way=way, width=400, steps=3)
                     with tempfile.TemporaryDirectory(prefix="gradferry_soak_") as folder:
                         self._train(world, job, folder=folder)
             for rank, vitals in enumerate(self._look(size, None)):

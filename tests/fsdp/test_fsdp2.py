@@ -228,7 +228,7 @@ def case_scaled(
     options = {"codec": "q4", "grad_scaler": scaler}
     if hook == "scatter":
         model = sharding.model(sharding.mesh()["shard"])
-        gradferry.fsdp.attach_reduce_scatter(model, error_feedback="worker", **options)
+        gradferry.fsdp.attach(model, all_gather="off", scatter_feedback="worker", **options)
     else:
         model, _ = attached(sharding, error_feedback="both", **options)
     averages = []
@@ -392,13 +392,13 @@ MODES = [
 def test_training_goes_on_to_the_bit(
     worlds: Worlds, attach: dict[str, Any], in_background: bool, tmp_path: Path
 ) -> None:
-    how = {"sharding": Sharding(), "attach": {"replicas": attach}, "path": str(tmp_path / "dcp")}
+    how = {"sharding": Sharding(), "attach": attach, "path": str(tmp_path / "dcp")}
     saved = worlds(4).run(case_save_and_go_on, **how, in_background=in_background)
     for resized in (False, True):
         loaded = worlds(4).run(case_load_and_go_on, resized=resized, **how)
         for one, other in zip(saved, loaded, strict=True):
             assert one["values"] == other["values"]
-            assert same(one["states"], other["states"])
+            assert same(one["state"], other["state"])
 
 
 @pytest.mark.torch_core
@@ -406,7 +406,7 @@ def test_training_goes_on_to_the_bit(
 def test_other_numbers_of_replicas_keep_what_is_missing(
     worlds: Worlds, replicas: int, mode: int, tmp_path: Path
 ) -> None:
-    how = {"attach": {"replicas": MODES[mode]}, "path": str(tmp_path / "dcp")}
+    how = {"attach": MODES[mode], "path": str(tmp_path / "dcp")}
     saved = worlds(4).run(case_save_and_go_on, sharding=Sharding(), **how)
     sharding = Sharding(replicas=replicas)
     loaded = worlds(sharding.world_size).run(
@@ -414,9 +414,9 @@ def test_other_numbers_of_replicas_keep_what_is_missing(
     )
     for shard in range(2):
         part = f"shard_{shard}_of_2"
-        before = missing([saved[rank]["states"]["replicas"][part] for rank in (shard, 2 + shard)])
+        before = missing([saved[rank]["state"][part] for rank in (shard, 2 + shard)])
         mine = range(shard, sharding.world_size, 2)
-        after = missing([loaded[rank]["states"]["replicas"][part] for rank in mine])
+        after = missing([loaded[rank]["state"][part] for rank in mine])
         assert before != 0
         # Residuals are fp32 and their mean is rounded once; sums are in fp64, of about 12,000
         # elements, whose rounding errors add up like those of a random walk at most: 2^-24 * 110.
@@ -433,7 +433,7 @@ def missing(states: Sequence[dict[str, Any]]) -> float:
 
 
 def case_other_shards(saved: dict[str, Any]) -> list[Outcome]:
-    state = Training(Sharding(1, 4), {"replicas": MODES[0]}).states["replicas"]
+    state = Training(Sharding(1, 4), MODES[0]).state
     return [
         attempt(lambda: state.load_state_dict(saved, on_resize="mean")),
         attempt(lambda: state.load_state_dict([])),
@@ -443,8 +443,8 @@ def case_other_shards(saved: dict[str, Any]) -> list[Outcome]:
 def test_states_of_other_shards_are_refused(worlds: Worlds, tmp_path: Path) -> None:
     from gradferry.checkpoint import merge
 
-    how = {"sharding": Sharding(), "attach": {"replicas": MODES[0]}, "path": str(tmp_path / "dcp")}
-    saved = merge(each["states"]["replicas"] for each in worlds(4).run(case_save_and_go_on, **how))
+    how = {"sharding": Sharding(), "attach": MODES[0], "path": str(tmp_path / "dcp")}
+    saved = merge(each["state"] for each in worlds(4).run(case_save_and_go_on, **how))
     assert sorted(saved["shard_1_of_2"]) == sorted(saved["shard_0_of_2"])
     assert {"slot_0", "slot_1"} <= set(saved["shard_1_of_2"])
     for rank, outcomes in enumerate(worlds(4).run(case_other_shards, saved=saved)):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.fsdp.hooks import ModuleHook
+from gradferry.fsdp.hooks import GradientHook
 from sharding import SHAPES, Sharding, attached, local_gradients
 from test_fsdp2 import IDLE, assert_equals_reference, assert_scales_change_no_bit, case_train
 from world import World
@@ -222,12 +222,12 @@ def case_memory(attach: dict[str, Any]) -> tuple[int, list[str]]:
     held_back = machine.counters()["held_back"] - before
     assert found == [[], [], []]
 
-    def interrupted(hook: ModuleHook, gradient: torch.Tensor) -> bool:
+    def interrupted(hook: GradientHook, gradient: torch.Tensor) -> bool:
         bucket = hook._passes.indices(hook._number), gradient
         hook._calls.start([bucket], in_background=False)
         raise _InterruptedError
 
-    with mock.patch.object(ModuleHook, "_average", interrupted), pytest.raises(_InterruptedError):
+    with mock.patch.object(GradientHook, "_average", interrupted), pytest.raises(_InterruptedError):
         run.sharding.backward(run.model, 3)
     del run
     gc.collect()

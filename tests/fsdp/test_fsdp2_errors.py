@@ -46,7 +46,6 @@ def case_refused() -> dict[str, Outcome]:
         "not sharded": attached_to(Model()),
         "FSDP1": attached_to(FullyShardedDataParallel(Model(), device_id=torch.device("cpu"))),
         "native replicas": attached_to(sharding.model(mesh)),
-        "no group": attempt(lambda: gradferry.fsdp.attach(sharding.model(mesh["shard"]))),
         "two dimensions": attached_to(sharding.model(mesh["shard"]), mesh),
         "shard group": attached_to(sharding.model(mesh["shard"]), mesh["shard"]),
         "auto": attached_to(sharding.model(mesh["shard"]), codec="auto"),
@@ -80,7 +79,6 @@ TEXTS = {
     "not sharded": "no parameters under FSDP2 that require grad",
     "FSDP1": "(FSDP1), whose communication hooks take no hybrid sharding",
     "native replicas": "over replicas itself, since its mesh has two dimensions; shard over one",
-    "no group": "replicate_group is missing",
     "two dimensions": "a mesh of 2 dimensions",
     "shard group": "of this rank's shard group; give the ranks",
     "auto": "codec='auto' tries codecs in the steps of DistributedDataParallel",
@@ -138,7 +136,7 @@ def hears_late(said: Store) -> Iterator[None]:
     """
     from gradferry.core.meeting import store_of
 
-    meet = _attach_module().meet
+    meet = _rendezvous().meet
 
     def late(group: Any, longest: Any, purpose: str, beside: Any = None) -> None:
         if purpose == "hear of an error" and dist.get_rank() == 3:
@@ -149,12 +147,12 @@ def hears_late(said: Store) -> Iterator[None]:
             store.wait([f"{store.add('number', 0)}/rank/1"])
         meet(group, longest, purpose, beside)
 
-    with mock.patch.object(_attach_module(), "meet", late):
+    with mock.patch.object(_rendezvous(), "meet", late):
         yield
 
 
-def _attach_module() -> Any:
-    return sys.modules["gradferry.fsdp.attach"]  # the function hides it
+def _rendezvous() -> Any:
+    return sys.modules["gradferry.fsdp.rendezvous"]
 
 
 def case_no_group(given: Any) -> list[Outcome]:
@@ -186,7 +184,7 @@ def case_one_tells_late() -> Outcome:
     sharding = Sharding(shards=3)
     mesh = sharding.mesh()
     model = sharding.model(mesh["shard"])
-    meet = _attach_module().meet
+    meet = _rendezvous().meet
 
     def late(group: Any, longest: Any, purpose: str, beside: Any = None) -> None:
         if beside is not None and dist.get_rank() == 2:
@@ -194,7 +192,7 @@ def case_one_tells_late() -> Outcome:
         meet(group, longest, purpose, beside)
 
     group = None if dist.get_rank() == 0 else mesh["replica"]
-    with mock.patch.object(_attach_module(), "meet", late):
+    with mock.patch.object(_rendezvous(), "meet", late):
         refused = attempt(lambda: gradferry.fsdp.attach(model, "q4", group))
     if dist.get_rank() == 5:
         said.set("rank 5 has gone on", "")

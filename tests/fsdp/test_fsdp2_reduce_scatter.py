@@ -1,4 +1,4 @@
-"""`gradferry.fsdp.attach_reduce_scatter`: means of shards, residuals, states, errors."""
+"""The reduce-scatter of `gradferry.fsdp.attach`: means of shards, residuals, states, errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FOUR = Sharding(replicas=1, shards=4)
 def case_train(sharding: Sharding, attach: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
     mesh = sharding.mesh()
     model = sharding.model(mesh["shard"])
-    state = gradferry.fsdp.attach_reduce_scatter(model, **attach)
+    state = gradferry.fsdp.attach(model, all_gather="off", **attach)
     rows: list[dict[str, Any]] = []
     state.on_step(rows.append)
     gradients = gradients_of(model, sharding, steps)
@@ -62,7 +62,7 @@ def expected(sharding: Sharding, attach: dict[str, Any]) -> list[list[np.ndarray
         [sharding.size(module, name) for module, name, _ in parts(sharding)],
         codecs,
         dtype,
-        keeps=[attach.get("error_feedback") == "worker" and codec != "exact" for codec in codecs],
+        keeps=[attach.get("scatter_feedback") == "worker" and codec != "exact" for codec in codecs],
         seed=attach.get("seed", 0),
     )
     means = []
@@ -88,8 +88,8 @@ def expected(sharding: Sharding, attach: dict[str, Any]) -> list[list[np.ndarray
     ("sharding", "attach"),
     [
         (FOUR, {"codec": "q4"}),
-        (FOUR, {"codec": "sign1", "error_feedback": "worker", "warmup_steps": 1}),
-        (Sharding(1, 2, passes=2), {"codec": "topk:ratio=0.05", "error_feedback": "worker"}),
+        (FOUR, {"codec": "sign1", "scatter_feedback": "worker", "warmup_steps": 1}),
+        (Sharding(1, 2, passes=2), {"codec": "topk:ratio=0.05", "scatter_feedback": "worker"}),
         (Sharding(1, 3, reduce_dtype=torch.bfloat16), {"codec": "q8", "seed": 3}),
         (Sharding(1, 2, dtype=torch.bfloat16), {"codec": "rht:bits=3"}),
     ],
@@ -149,7 +149,7 @@ def case_partly() -> dict[str, Any]:
     sharding = Sharding(1, 2, without=(("blocks.0", "bias"),), whole=True)
     mesh = sharding.mesh()
     models = sharding.model(mesh["shard"]), sharding.model(mesh["shard"])
-    state = gradferry.fsdp.attach_reduce_scatter(models[0], "q4")
+    state = gradferry.fsdp.attach(models[0], "q4", all_gather="off")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for model in models:
@@ -170,7 +170,7 @@ def test_modules_with_parameters_without_gradients_are_reduced_as_they_are(world
         assert "its gradients are sent uncompressed" in answer["warned"][0]
 
 
-BOTH = {"scatter": {"error_feedback": "worker"}, "replicas": {}}
+BOTH = {"reduce_scatter": "q4", "scatter_feedback": "worker"}
 
 
 @pytest.mark.torch_core
@@ -179,8 +179,8 @@ def test_both_hooks_go_on_to_the_bit(worlds: Worlds, tmp_path: Path) -> None:
     saved = worlds(4).run(case_save_and_go_on, **how)
     loaded = worlds(4).run(case_load_and_go_on, **how)
     for rank, (one, other) in enumerate(zip(saved, loaded, strict=True)):
-        assert list(one["states"]["scatter"]) == [f"group_of_rank_{rank // 2 * 2}"]
-        assert same(one["states"], other["states"])
+        assert list(one["state"]) == [f"shard_{rank % 2}_of_2", f"group_of_rank_{rank // 2 * 2}"]
+        assert same(one["state"], other["state"])
         assert one["values"] == other["values"] == saved[rank % 2]["values"]
 
 
@@ -189,20 +189,21 @@ def case_refused() -> dict[str, Outcome]:
 
     def attached(**options: Any) -> Outcome:
         model = FOUR.model(mesh["shard"])
-        return attempt(
-            lambda: gradferry.fsdp.attach_reduce_scatter(model, **{"codec": "q4", **options})
-        )
+        options = {"codec": "q4", "all_gather": "off", **options}
+        return attempt(lambda: gradferry.fsdp.attach(model, **options))
 
     model = FOUR.model(mesh["shard"])
     found = {
-        "owner": attached(error_feedback="owner"),
-        "auto feedback": attached(error_feedback="auto"),
+        "owner": attached(scatter_feedback="owner"),
+        "feedback of averages": attached(error_feedback="worker"),
+        "momentum": attached(momentum=0.9),
+        "nothing": attached(reduce_scatter="off"),
         "sign1": attached(codec="sign1"),
         "rule": attached(rules=[{"codec": "topk"}]),
         "auto": attached(codec="auto"),
         "unequal": attached(codec=("q4", "q8", "q4", "q4")[dist.get_rank()]),
-        "first": attempt(lambda: gradferry.fsdp.attach_reduce_scatter(model, "q4")),
-        "second": attempt(lambda: gradferry.fsdp.attach_reduce_scatter(model, "q4")),
+        "first": attempt(lambda: gradferry.fsdp.attach(model, "q4", all_gather="off")),
+        "second": attempt(lambda: gradferry.fsdp.attach(model, "q4", all_gather="off")),
     }
     model.set_gradient_divide_factor(3.0)
     found["premultiplied"] = attempt(lambda: FOUR.backward(model, 0))
@@ -212,11 +213,13 @@ def case_refused() -> dict[str, Outcome]:
 
 TEXTS = {
     "owner": "only 'worker' and 'none' are left",
-    "auto feedback": "only 'worker' and 'none' are left",
-    "sign1": "needs error_feedback='worker' here, which takes 0.1 MiB on every rank",
-    "rule": "needs error_feedback='worker' here",
+    "feedback of averages": "error_feedback='worker' is for averages over replicas",
+    "momentum": "momentum=0.9 is for averages over replicas: give replicate_group",
+    "nothing": "nothing is left to compress",
+    "sign1": "needs scatter_feedback='worker' here, which takes 0.1 MiB on every rank",
+    "rule": "needs scatter_feedback='worker' here",
     "auto": "codec='auto' tries codecs in the steps of DistributedDataParallel",
-    "unequal": "rank 1 differs from rank 0 in codec",
+    "unequal": "rank 1 differs from rank 0 in reduce_scatter",
     "second": "gradferry is attached to this model already",
     "premultiplied": "call set_force_sum_reduction_for_comms(True)",
     "after an error": "call set_force_sum_reduction_for_comms(True)",
@@ -237,7 +240,7 @@ def test_what_cannot_be_hooked_is_refused_with_a_reason(worlds: Worlds) -> None:
 
 def case_infinity(rank: int) -> Outcome:
     model = FOUR.model(FOUR.mesh()["shard"])
-    gradferry.fsdp.attach_reduce_scatter(model, "q4", nonfinite="raise")
+    gradferry.fsdp.attach(model, "q4", all_gather="off", nonfinite="raise")
     FOUR.backward(model, 0)
     targets = FOUR.targets(1, 0, dist.get_rank())
     if dist.get_rank() == rank:

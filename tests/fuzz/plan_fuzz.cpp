@@ -1,6 +1,7 @@
 // Plans of any bucket of any model in any world: every element has one place in every step of the
 // exchange, what one rank sends is what the other expects, and all of it fits the buffers.
 #include <algorithm>
+#include <array>
 #include <map>
 #include <numeric>
 #include <utility>
@@ -63,11 +64,18 @@ World take_world(Bytes& input) {
     std::iota(ranks.begin(), ranks.end(), world_size);
     world_size += static_cast<uint32_t>(ranks.size());
   }
-  const bool scatters = flat && input.flip();
+  Collective collective = Collective::kAllReduce;
+  if (flat && input.flip()) {
+    collective = input.flip() ? Collective::kReduceScatter : Collective::kAllGather;
+  }
   const ScalarType dtype = static_cast<ScalarType>(input.below(4));
   for (uint32_t count = 1 + input.below(6); count > 0; --count) {
     const auto codec = [&] {
-      const std::string text = take_codec(input);
+      // Those whose payload is the same in both stages.
+      constexpr std::array kGathered = {"exact", "bf16", "q8", "q4"};
+      const std::string text = scatters(collective)
+                                   ? take_codec(input)
+                                   : std::string(kGathered[input.below(kGathered.size())]);
       const bool fits = parse_codec(text).codec->supports_float64;
       return dtype == ScalarType::kFloat64 && !fits ? std::string("exact") : text;
     };
@@ -79,7 +87,7 @@ World take_world(Bytes& input) {
     spec.warmup = codec();
     spec.worker_residual = input.flip();
     spec.owner_residual = input.flip();
-    if (scatters) spec.owner = input.below(world_size);
+    if (collective != Collective::kAllReduce) spec.owner = input.below(world_size);
   }
   std::vector<uint32_t> order(world.parameters.size());
   std::iota(order.begin(), order.end(), 0U);
@@ -94,14 +102,14 @@ World take_world(Bytes& input) {
                    .equal_scatter = input.flip(),
                    .codecs = static_cast<CodecChoice>(input.below(3)),
                    .residuals = input.flip(),
-                   .collective = scatters ? Collective::kReduceScatter : Collective::kAllReduce};
+                   .collective = collective};
   world.options.dense_bytes = dense_bytes_within(cap, world.options.chunk_bytes, nodes);
   world.limits = {.cap_bytes = cap,
                   .other_bytes = input.take<uint16_t>(),
                   .most_slots = 1 + input.below(8),
                   .gathers_in_place = input.flip(),
                   .siblings_share = input.flip() && !nodes.is_flat(),
-                  .gathers = !scatters};
+                  .collective = collective};
   return world;
 }
 
@@ -138,11 +146,13 @@ void check_residuals(const Layout& layout) {
 }
 
 // Every element is in one tile of decode, in one piece of one column, and, summed over owners, in
-// one of reduce; in that of its column it is in one of encode.
+// one of reduce; in that of its column it is in one of encode. In an all-gather it is in one of its
+// owner's encode alone.
 void check_elements(const World& world, const std::vector<Rank>& ranks) {
   const Nodes& nodes = ranks[0].layout.nodes();
   const uint64_t n = ranks[0].plan.num_elements;
-  Ranges reduced;
+  const Collective collective = world.limits.collective;
+  Ranges of_owners;
   for (uint32_t r = 0; r < ranks.size(); ++r) {
     Ranges encoded, decoded, pieces;
     uint64_t in_column = 0, of_encode = 0;
@@ -159,22 +169,23 @@ void check_elements(const World& world, const std::vector<Rank>& ranks) {
       }
       each_tile(chunk.encode, [&](const auto&, const Tile& tile, uint32_t) {
         of_encode += tile.num_elements;
-        if (nodes.is_flat()) encoded.add(tile.gradient_offset, tile.num_elements);
+        Ranges& each = scatters(collective) ? encoded : of_owners;
+        if (nodes.is_flat()) each.add(tile.gradient_offset, tile.num_elements);
       });
       each_tile(chunk.decode, [&](const auto&, const Tile& tile, uint32_t) {
         decoded.add(tile.gradient_offset, tile.num_elements);
       });
       each_tile(chunk.reduce, [&](const auto&, const Tile& tile, uint32_t) {
         ASSERT_EQ(ranks[r].layout.owner(tile.id), r);
-        reduced.add(tile.gradient_offset, tile.num_elements);
+        of_owners.add(tile.gradient_offset, tile.num_elements);
       });
     }
-    ASSERT_TRUE(!nodes.is_flat() || encoded.cover(n));
+    ASSERT_TRUE(!nodes.is_flat() || encoded.cover(scatters(collective) ? n : 0));
     ASSERT_TRUE(nodes.is_flat() || pieces.cover(n));
     ASSERT_TRUE(nodes.is_flat() || in_column == of_encode);
-    ASSERT_TRUE(decoded.cover(world.limits.gathers ? n : 0));
+    ASSERT_TRUE(decoded.cover(gathers(collective) ? n : 0));
   }
-  ASSERT_TRUE(reduced.cover(n));
+  ASSERT_TRUE(of_owners.cover(n));
 }
 
 // What `sender` writes for the peer on `node` is what that one reads, and lies in the send buffer
@@ -211,13 +222,17 @@ void check_scatter(const World& world, const std::vector<Rank>& ranks, uint32_t 
 void check_gather(const World& world, const std::vector<Rank>& ranks, uint32_t r, size_t c) {
   const Nodes& nodes = ranks[0].layout.nodes();
   const ChunkPlan& chunk = ranks[r].plan.chunks[c];
-  std::vector<std::map<uint64_t, Tile>> sent(ranks.size());
+  std::vector<std::map<uint64_t, uint32_t>> sent(ranks.size());  // offsets, by tile
   for (uint32_t owner = 0; owner < ranks.size(); ++owner) {
     Ranges message;
-    each_tile(ranks[owner].plan.chunks[c].reduce, [&](const auto&, const Tile& tile, uint32_t) {
-      sent[owner][tile.id] = tile;
-      message.add(tile.output_offset, bytes_of(ranks[owner], tile, Stage::kOwner, world.options));
-    });
+    const bool averages = scatters(world.limits.collective);
+    const ChunkPlan& of_owner = ranks[owner].plan.chunks[c];
+    each_tile(averages ? of_owner.reduce : of_owner.encode,
+              [&](const auto&, const Tile& tile, uint32_t) {
+                const uint32_t offset = averages ? tile.output_offset : tile.message_offset;
+                sent[owner][tile.id] = offset;
+                message.add(offset, bytes_of(ranks[owner], tile, Stage::kOwner, world.options));
+              });
     if (!nodes.is_leader(owner)) continue;
     const Column& column = chunk.columns[nodes.local_index(owner)];
     const uint32_t bytes = column.owner_bytes[nodes.node_of(owner)];
@@ -231,7 +246,7 @@ void check_gather(const World& world, const std::vector<Rank>& ranks, uint32_t r
     ASSERT_EQ(tile.payload_offset,
               forwarded +
                   uint64_t{nodes.node_of(owner)} * chunk.columns[column].gather_message_bytes +
-                  kHeaderBytes + sent[owner].at(tile.id).output_offset);
+                  kHeaderBytes + sent[owner].at(tile.id));
   });
 }
 
@@ -251,7 +266,7 @@ void check_fits(const World& world, const Rank& rank, const Workspace& space) {
       const Shard& own = chunk.shards[nodes.node_of(rank.layout.rank())];
       ASSERT_LE(uint64_t{nodes.num_nodes()} * own.scatter_bytes, space.receive_bytes);
     }
-    if (!world.limits.gathers) continue;
+    if (!gathers(world.limits.collective)) continue;
     for (const Column& column : chunk.columns) {
       ASSERT_LE(column.gather_message_bytes, space.message_bytes);
       dense += kHeaderBytes + uint64_t{column.num_elements} * item_bytes(chunk.dtype);
@@ -284,10 +299,11 @@ void run(Bytes input) {
     check_residuals(ranks[r].layout);
     ASSERT_EQ(ranks[r].plan.chunks.size(), ranks[0].plan.chunks.size());
     for (size_t c = 0; c < ranks[r].plan.chunks.size(); ++c) {
-      for (uint32_t node = 0; node < nodes.num_nodes() && nodes.is_leader(r); ++node) {
+      const bool sends = scatters(world.limits.collective) && nodes.is_leader(r);
+      for (uint32_t node = 0; node < nodes.num_nodes() && sends; ++node) {
         check_scatter(world, ranks, r, c, node);
       }
-      if (world.limits.gathers) check_gather(world, ranks, r, c);
+      if (gathers(world.limits.collective)) check_gather(world, ranks, r, c);
     }
     try {
       check_fits(world, ranks[r],

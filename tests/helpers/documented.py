@@ -186,6 +186,9 @@ class _Fsdp(_Things):
             self["fully_shard"](block, mesh=mesh["shard"])
         return self["gradferry"].fsdp.attach(self["model"], "q4", mesh["replica"])
 
+    def make_evaluate(self) -> Any:
+        return lambda model: model(self["inputs"])
+
     def make_optimizer(self) -> Any:
         self["state"]  # parameters are replaced when the model is sharded
         return _MADE["optimizer"](self)

@@ -165,10 +165,17 @@ class Case:
 class Steps:
     """An engine on this rank, and the steps of a case."""
 
-    def __init__(self, case: Case, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        case: Case,
+        tensors: Sequence[torch.Tensor] = (),
+        *,
+        collective: str = "reduce_scatter",
+        keep_gathered: bool = False,
+    ) -> None:
         self.case = case
         self.rank = dist.get_rank()
-        self.config = case.config()
+        self.config = dataclasses.replace(case.config(), keep_gathered=keep_gathered)
         nonce = [uuid.uuid4().hex]
         dist.broadcast_object_list(nonce)
         self.engine = start_engine(
@@ -178,7 +185,7 @@ class Steps:
             nonce[0],
             hashes=HASHES,
             tensors=tensors,
-            collective="reduce_scatter",
+            collective=collective,
         )
         self.reducer = _native.AllReducer(self.engine)
 

@@ -80,7 +80,7 @@ def drawn_job(rng: random.Random) -> Job:
     feature, optimizer = rng.choice(FEATURES), rng.choice(("AdamW", "SGD"))
     hook: dict[str, Any] = {}
     if way == "fsdp scatter":
-        hook["error_feedback"] = "worker"
+        hook["scatter_feedback"] = "worker"
     elif codec == "sign1" or rng.random() < 0.2:
         hook["momentum"] = 0.9
         if way in ("ddp", "standard hook") and feature in ("none", "float64"):
@@ -162,7 +162,8 @@ class Training:
             for module in (self.model.first, self.model.second, self.model):
                 fully_shard(module, mesh=mesh["shard"])
             if job.way == "fsdp scatter":
-                return gradferry.fsdp.attach_reduce_scatter(self.model, job.codec, **options)
+                gathers = "off" if job.float64 else "auto"
+                return gradferry.fsdp.attach(self.model, job.codec, all_gather=gathers, **options)
             return gradferry.fsdp.attach(self.model, job.codec, mesh["replica"], **options)
         if job.way.endswith("reducer"):
             return gradferry.Reducer(

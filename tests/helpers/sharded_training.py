@@ -12,7 +12,7 @@ from sharding import RATE, Sharding, bits, local_gradients
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-Attach = dict[str, dict[str, Any]]  # arguments by hook, "replicas" or "scatter"
+Attach = dict[str, Any]  # arguments of gradferry.fsdp.attach beside the model and its replicas
 
 
 def gradients_of(model: nn.Module, sharding: Sharding, steps: int) -> list[list[np.ndarray]]:
@@ -33,18 +33,12 @@ def case_native(sharding: Sharding, steps: int) -> list[list[np.ndarray]]:
 
 
 class Training:
-    """A model, an optimizer, and the states of its hooks."""
+    """A model, an optimizer, and the state of its hooks."""
 
     def __init__(self, sharding: Sharding, attach: Attach) -> None:
         self.sharding, mesh = sharding, sharding.mesh()
         self.model = sharding.model(mesh["shard"])
-        self.states: dict[str, Any] = {}
-        if (options := attach.get("scatter")) is not None:
-            self.states["scatter"] = gradferry.fsdp.attach_reduce_scatter(self.model, **options)
-        if (options := attach.get("replicas")) is not None:
-            group = mesh["replica"]
-            state = gradferry.fsdp.attach(self.model, replicate_group=group, **options)
-            self.states["replicas"] = state
+        self.state = gradferry.fsdp.attach(self.model, replicate_group=mesh["replica"], **attach)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
 
     def train(self, steps: range) -> bytes:
@@ -54,20 +48,16 @@ class Training:
             self.optimizer.zero_grad()
         return bits(self.model)
 
-    def state_dicts(self) -> dict[str, Any]:
-        return {name: state.state_dict() for name, state in self.states.items()}
-
     def saved(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, **self.states}
+        return {"model": model, "optimizer": optimizer, "hook": self.state}
 
     def load(self, path: str, resized: bool) -> None:
         from gradferry.checkpoint import ResizedState
 
         saved = self.saved()
         if resized:
-            named = self.states.items()
-            saved |= {name: ResizedState(state, path, key=name) for name, state in named}
+            saved["hook"] = ResizedState(self.state, path)
         dcp.load(saved, checkpoint_id=path)
         set_state_dict(
             self.model,
@@ -84,10 +74,10 @@ def case_save_and_go_on(
     training.train(range(3))
     save = dcp.async_save if in_background else dcp.save
     saving = save(training.saved(), checkpoint_id=path)
-    states, values = training.state_dicts(), training.train(range(3, 5))
+    state, values = training.state.state_dict(), training.train(range(3, 5))
     if in_background:
         saving.result()
-    return {"states": states, "values": values}
+    return {"state": state, "values": values}
 
 
 def case_load_and_go_on(
@@ -95,4 +85,4 @@ def case_load_and_go_on(
 ) -> dict[str, Any]:
     training = Training(sharding, attach)
     training.load(path, resized)
-    return {"states": training.state_dicts(), "values": training.train(range(3, 5))}
+    return {"state": training.state.state_dict(), "values": training.train(range(3, 5))}

@@ -76,7 +76,8 @@ def steps_of_shards(scaler: torch.amp.GradScaler, options: dict[str, Any]) -> Ca
     mesh = sharding.mesh()
     model = sharding.model(mesh["shard"])
     if scatters:
-        gradferry.fsdp.attach_reduce_scatter(model, "q4", grad_scaler=scaler, **options)
+        options |= {"grad_scaler": scaler, "all_gather": "off"}
+        gradferry.fsdp.attach(model, "q4", **options)
     else:
         gradferry.fsdp.attach(model, "q4", mesh["replica"], grad_scaler=scaler, **options)
 
@@ -95,7 +96,7 @@ WAYS = (
     (steps_of_reducer, {}),
     (steps_of_shards, {"scatters": False}),
     (steps_of_shards, {"scatters": True}),
-    (steps_of_shards, {"scatters": True, "error_feedback": "worker"}),
+    (steps_of_shards, {"scatters": True, "scatter_feedback": "worker"}),
 )
 
 

@@ -174,10 +174,11 @@ def test_a_step_whose_buckets_are_in_flight_is_counted_with_the_next() -> None:
     now = {**step_numbers.zeros(), "total_steps": 0}
 
     class Counting:
-        _ring_share = 1.0
-
         def stats(self) -> dict[str, Any]:
             return dict(now)
+
+        def _ring_bytes(self) -> float:
+            return 0.0
 
     counting, rows = Counting(), []
     parameter = nn.Parameter(torch.zeros(1))

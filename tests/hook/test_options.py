@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from gradferry import _native
 from gradferry.checkpoint import merge
-from gradferry.core.options import DEFAULTS, Options
+from gradferry.core.options import DEFAULTS, SHARDED_DEFAULTS, Options, ShardedOptions
 from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import Run, Scenario, Weight, assert_all_bit_equal, hooked, train_all
@@ -40,16 +40,12 @@ WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (1
 SCENARIO = Scenario(WEIGHTS, 2, error_feedback="both", ddp={"bucket_cap_mb": 0.02})
 
 
-NOT_SCATTERED = ("momentum", "exact_skip", "check_every", "nodes")
 WAYS_IN = {
-    "attach": (gradferry.attach, (), {}),
-    "HookState": (gradferry.HookState, (), {}),
-    "Reducer": (gradferry.Reducer, (), {}),
-    "fsdp": (gradferry.fsdp.attach, ("exact_skip",), {}),
-    "reduce_scatter": (
-        gradferry.fsdp.attach_reduce_scatter, NOT_SCATTERED, {"error_feedback": "none"},
-    ),
-}  # fmt: skip
+    "attach": (gradferry.attach, (), DEFAULTS),
+    "HookState": (gradferry.HookState, (), DEFAULTS),
+    "Reducer": (gradferry.Reducer, (), DEFAULTS),
+    "fsdp": (gradferry.fsdp.attach, ("exact_skip",), SHARDED_DEFAULTS),
+}
 
 
 @pytest.mark.parametrize(("way_in", "without", "defaults"), WAYS_IN.values(), ids=WAYS_IN)
@@ -59,15 +55,12 @@ def test_every_way_in_shows_the_same_options(
     shown = {
         name: parameter.default
         for name, parameter in inspect.signature(way_in).parameters.items()
-        if name in DEFAULTS
+        if name in SHARDED_DEFAULTS
     }
-    assert shown == {
-        name: defaults.get(name, default)
-        for name, default in DEFAULTS.items()
-        if name not in without
-    }
+    assert shown == {name: each for name, each in defaults.items() if name not in without}
     assert set(DEFAULTS) == set(Options.__annotations__)
-    for name in DEFAULTS:
+    assert set(SHARDED_DEFAULTS) == set(ShardedOptions.__annotations__)
+    for name in defaults:
         text = re.search(rf"^        {name}: .+", way_in.__doc__, re.M)
         assert (text is None) == (name in without), name
     assert "**options" not in way_in.__doc__

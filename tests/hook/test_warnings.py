@@ -216,7 +216,7 @@ def test_every_way_in_looks_at_its_surroundings(way: str) -> None:
         elif way == "reducer":
             gradferry.Reducer({"a": torch.zeros(40, 40)}, "q4")
         else:
-            Training(Sharding(dist.get_world_size(), 1), {"replicas": {"codec": "q4"}})
+            Training(Sharding(dist.get_world_size(), 1), {"codec": "q4"})
     ((place, group),) = told
     assert place.device.type == "cpu"
     assert isinstance(group, dist.ProcessGroup)

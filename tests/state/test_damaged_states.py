@@ -86,9 +86,9 @@ def case_damaged(kind: str, on_resize: str, drawn: Drawn) -> int:
 def case_damaged_shards(drawn: Drawn) -> int:
     from sharded_training import Training
 
-    training = Training(Sharding(2, 1), {"replicas": {"codec": "q4"}})
+    training = Training(Sharding(2, 1), {"codec": "q4"})
     training.train(range(1))
-    state = training.states["replicas"]
+    state = training.state
     return check_loads(state, merged_of_all_ranks(state.state_dict()), "strict", drawn)
 
 

@@ -47,8 +47,8 @@ class Trained:
                 self.step = lambda step: reduce(scenario, self.state, range(step, step + 1))
             else:
                 sharding = Sharding(dist.get_world_size(), 1)
-                training = Training(sharding, {"replicas": {"codec": scenario.codec}})
-                self.state = training.states["replicas"]
+                training = Training(sharding, {"codec": scenario.codec})
+                self.state = training.state
                 self.step = lambda step: training.train(range(step, step + 1))
 
     def saved(self) -> dict[str, Any]:

@@ -188,7 +188,7 @@ class _Sharded:
         if averages:
             state = fsdp.attach(self.model, codec, replicas, seed=seed, nodes=nodes, **options)
         else:
-            state = fsdp.attach_reduce_scatter(self.model, codec, seed=seed, **options)
+            state = fsdp.attach(self.model, codec, all_gather="off", seed=seed, **options)
         self.handle = codec_handle(hook, state, dense_bytes, groups=groups.tolist())
 
     def whole(self) -> nn.Module:

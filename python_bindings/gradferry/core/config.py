@@ -86,6 +86,7 @@ class Config:
     workspace_cap_mb: float
     chunk_bytes: int = CHUNK_BYTES  # at most; see `chunk_bytes_at`
     equal_scatter: bool = False  # a chunk's messages to owners are padded to one size
+    keep_gathered: bool = False  # of an all-gather; see `ShardedOptions`
     nodes: NodesOption = FOUND_NODES
 
     @property
@@ -114,6 +115,7 @@ class Config:
             "check_every": self.check_every,
             "chunk_bytes": self.chunk_bytes_at(world_size),
             "equal_scatter": self.equal_scatter,
+            "keep_gathered": self.keep_gathered,
             "workspace_cap_bytes": self.workspace_cap_bytes,
         }
 

@@ -40,6 +40,8 @@ def lanes_of_host(
     everyone = sorted(each for members in nodes for each in members)
     if collective == "reduce_scatter":
         return {"scatter": everyone, "commit": everyone}
+    if collective == "all_gather":
+        return {"gather": everyone, "commit": everyone}
     if len(nodes) == len(everyone):
         return {"scatter": everyone, "gather": everyone, "commit": everyone}
     siblings, peers = _neighbours(nodes, rank)
@@ -118,9 +120,12 @@ def start_engine(
         find_unused_parameters: that of DDP.
         nodes: which ranks share a node, as agreed by all ranks; None: every rank is alone.
         recovery_hint: for people, what to do after an error has ended the engine.
-        collective: "all_reduce", or "reduce_scatter": every rank gets the mean of the parameters
-            whose owner it is. All of them then have one, and no owner residual. Only on the CPU,
-            with every rank alone, without momentum, exact_skip and find_unused_parameters.
+        collective: "all_reduce"; "reduce_scatter": every rank gets the mean of the parameters
+            whose owner it is; or "all_gather": every rank gets the parameters of all owners. In
+            the last two all parameters have an owner, and no owner residual; every rank is alone,
+            without momentum, exact_skip and find_unused_parameters. A reduce-scatter is on the CPU
+            only. An all-gather has no residuals, and codecs whose payload depends on nothing but
+            what is encoded.
         delivers: gradients are sent as in warm-up steps for as long as this engine runs, with
             residuals. Not in momentum mode, whose warm-up has no momentum.
 
@@ -137,7 +142,7 @@ def start_engine(
     if path.exchanges and on_host:
         ranks = lanes_of_host(table, rank, config.check_every != 0, collective)
         lanes = dict(zip(ranks, make_lanes(group, nonce, ranks, path.device), strict=True))
-        if len(table) == world_size:  # the thread that posts scatters posts hashes
+        if "scatter" in lanes and len(table) == world_size:  # which one thread posts, as hashes
             lanes["hashes"] = lanes["scatter"]
     elif path.exchanges:
         ranks = lanes_of_device(table, rank, path.streams)

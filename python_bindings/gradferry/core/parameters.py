@@ -35,7 +35,8 @@ class ParameterLayout:
         codec: as the rules decide.
         warmup: the codec of warm-up steps.
         residuals: whether it has a place in the (worker, owner) residual.
-        owner: in a reduce-scatter, the rank that gets its mean; None: in an all-reduce.
+        owner: the rank that gets its mean in a reduce-scatter, or has it in an all-gather; None: in
+            an all-reduce.
     """
 
     name: str

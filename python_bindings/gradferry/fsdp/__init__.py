@@ -5,7 +5,7 @@
 >>> state = gradferry.fsdp.attach(model, "q4", mesh["replica"])
 """
 
-from gradferry.fsdp.attach import attach, attach_reduce_scatter
+from gradferry.fsdp.attach import attach
 from gradferry.fsdp.state import ShardedState
 
-__all__ = ["ShardedState", "attach", "attach_reduce_scatter"]
+__all__ = ["ShardedState", "attach"]

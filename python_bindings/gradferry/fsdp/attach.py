@@ -1,10 +1,9 @@
-"""`attach` and `attach_reduce_scatter`: what an FSDP2 model exchanges goes through a codec."""
+"""`attach`: what an FSDP2 model exchanges goes through a codec."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -12,53 +11,69 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from gradferry import _native
-from gradferry.core.agreement import (
-    Record,
-    error_record,
-    gather_records,
-    meeting_place,
-    raise_first_error,
-)
-from gradferry.core.config import COARSE_BITS, Config, make_config
-from gradferry.core.meeting import meet, patience, say_failed, world_ranks
+from gradferry.core.agreement import Record
+from gradferry.core.config import Config
+from gradferry.core.meeting import world_ranks
 from gradferry.core.names import first_of
-from gradferry.core.nodes import FLAT
-from gradferry.core.options import Options, complete, takes_options
+from gradferry.core.options import SHARDED_DEFAULTS, ShardedOptions, takes_options
 from gradferry.core.warn import warn
-from gradferry.errors import ConfigError, EchoError, GradferryError, PeerError
-from gradferry.fsdp.hooks import ModuleHook, Passes, ReduceScatterHook, ReplicaHook
+from gradferry.errors import ConfigError, GradferryError
+from gradferry.fsdp.choice import NOT_SHARDED, Choice, choose
+from gradferry.fsdp.gathers import GatherHook, Gathers
+from gradferry.fsdp.hooks import (
+    GradientHook,
+    ModuleHook,
+    Passes,
+    ReduceScatterHook,
+    ReplicaHook,
+)
 from gradferry.fsdp.model import Shard, ShardedModule, sharded_modules, unsharded_parameters
-from gradferry.fsdp.state import ShardedState
+from gradferry.fsdp.rendezvous import (
+    agree,
+    any_gives,
+    known_to_all,
+    replicas_of,
+    start_on_all,
+)
+from gradferry.fsdp.state import ALL_GATHER, REDUCE_SCATTER, REPLICAS, Attached, ShardedState
 from gradferry.fsdp.watch import Guard, watch
 from gradferry.reduction.advice import warn_about_rules, warn_about_surroundings, watch_optimizer
 from gradferry.reduction.running import Running, propose
-from gradferry.reduction.start import start, usable_group
-
-Hook = TypeVar("Hook", bound=ModuleHook)
-Result = TypeVar("Result")
 
 _RECOVERY_HINT = (
-    "This model is finished, on all ranks, since FSDP2 does not recover from a backward pass that "
-    "failed. To go on, build and shard a new one, attach, and load the last checkpoint."
+    "This model is finished, on all ranks, since FSDP2 does not recover from a pass that failed. "
+    "To go on, build and shard a new one, attach, and load the last checkpoint."
 )
-# A step that is skipped because of another shard would go unnoticed here.
-_NOT_SHARDED = ("exact_skip",)
-# What a reduce-scatter leaves out, because only its owner sees a mean.
-_NOT_SCATTERED = ("momentum", "exact_skip", "check_every", "nodes")
 
 
-@takes_options(_NOT_SHARDED)
+@takes_options(NOT_SHARDED, SHARDED_DEFAULTS)
 def attach(
     model: nn.Module,
     codec: str = "q4",
     replicate_group: dist.ProcessGroup | DeviceMesh | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[ShardedOptions],
 ) -> ShardedState:
-    """Hybrid sharding whose averages over replicas are compressed. Collective.
+    """Compresses what a model under FSDP2 exchanges, from now on. Collective.
 
-    FSDP2 shards the model over the ranks of one dimension of a mesh, and reduces gradients there as
-    always. From now on the reduced shards are averaged over the ranks that hold the same shard of
-    other replicas. Where replicas are on different machines, only this crosses the network.
+    Without `replicate_group` that is what the ranks of the shard group send each other: the
+    reduce-scatter of gradients, with `codec`, and the all-gathers of parameters, with ``q8``.
+
+    >>> for block in (*model.blocks, model):
+    ...     fully_shard(block)
+    >>> state = gradferry.fsdp.attach(model, "q4")
+
+    In the reduce-scatter each rank sends every other one that one's shards of its gradients,
+    encoded once; their owner adds up what it decodes, and nothing is encoded again. In an
+    all-gather each rank sends its shards of the parameters, and all ranks decode the same bytes,
+    those of their own shards included: all compute with the same parameters, in forward and
+    backward. The parameters themselves, which optimizers step and checkpoints hold, stay as they
+    are. So far only hosts compress the reduce-scatter.
+
+    With `replicate_group` it is hybrid sharding: FSDP2 shards the model over the ranks of one
+    dimension of a mesh, and the reduced shards are averaged over the ranks that hold the same shard
+    of other replicas. Where replicas are on different machines, only this crosses the network.
+    Within a replica everything is FSDP2's own, unless `reduce_scatter` or `all_gather` names a
+    codec.
 
     >>> mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replica", "shard"))
     >>> for block in (*model.blocks, model):
@@ -66,12 +81,14 @@ def attach(
     >>> state = gradferry.fsdp.attach(model, "q4", mesh["replica"])
 
     Call it once on every rank, after the last ``fully_shard`` and change to the model, and before
-    the first backward pass. Replicas must begin with equal parameters.
+    the first forward pass. Replicas must begin with equal parameters.
 
     Errors name ranks of the world. Groups of ``init_device_mesh`` have a timeout of their own, not
     that of ``init_process_group``: how long ranks wait here for one that does not come, half of it
-    and at most five minutes, and in a backward pass. ``torch.distributed.set_timeout`` changes it.
+    and at most five minutes, and in a pass. ``torch.distributed.set_timeout`` changes it.
 
+    Each exchange has a workspace of its own, of at most ``workspace_cap_mb``.
+    ``error_feedback``, ``momentum``, ``check_every`` and ``nodes`` are for averages over replicas.
     ``check_every`` compares this shard between its replicas, and raises `StateError` for a
     parameter that was added or unfrozen after attach and that FSDP2 does not reduce. ``momentum``
     needs a gradient of every parameter in every pass.
@@ -82,90 +99,117 @@ def attach(
             DistributedDataParallel. The number of dimensions and elements that decide which
             parameters are sent as they are is that of this rank's shard.
         replicate_group: of the ranks that hold this rank's shard: a process group, or a DeviceMesh
-            of one dimension.
+            of one dimension. None: there are none, or FSDP2 does not average over them.
         **options: see `gradferry.Options`.
 
     Returns:
-        The hook's state. The hook lives as long as the model, whether the state is kept or not.
+        The hooks' state. The hooks live as long as the model, whether the state is kept or not.
 
     Raises:
         ConfigError: an argument or the model cannot be used; nothing was changed.
-        RankMismatchError: replicas differ in configuration, model, or the values of parameters;
-            nothing was changed.
+        RankMismatchError: ranks differ in configuration or model, or replicas in the values of
+            parameters; nothing was changed.
         PeerError: a rank did not call this, or failed to set up its connections or memory; nothing
             was changed.
         StateError: there is no process group.
 
-    A backward pass raises PeerError, ProtocolError, StateError or DivergedError on all ranks that
-    hold this shard, and so does every forward pass after it. Ranks with other shards of the same
-    replica may be in a collective of FSDP2 then, and wait for these processes to end, or for the
-    timeout of its group.
+    A pass raises PeerError, ProtocolError, StateError or DivergedError on all ranks of the group
+    whose exchange failed, and so does every forward pass after it. After an error between replicas,
+    ranks with other shards may be in a collective of FSDP2 then, and wait for these processes to
+    end, or for the timeout of its group.
     """
     modules = sharded_modules(model)
-    shards = [shard for module in modules for shard in module.shards]
+    attached: list[Attached] = []
+    try:
+        _begin(model, codec, replicate_group, options, modules, attached)
+    except BaseException:
+        attached.clear()  # otherwise the traceback would keep the connections alive
+        raise
+    _connect(attached)
+    state = ShardedState(attached, modules)
+    _finish(model, modules, attached)
+    return state
+
+
+def _begin(
+    model: nn.Module,
+    codec: str,
+    replicate_group: dist.ProcessGroup | DeviceMesh | None,
+    options: Mapping[str, Any],
+    modules: Sequence[ShardedModule],
+    attached: list[Attached],
+) -> None:
+    """Connects all ranks, and adds the exchanges to `attached`, that of replicas first."""
     shard_group = modules[0].shard_group
+    averages = any_gives(replicate_group is not None, shard_group, modules)
+    group = replicas_of(replicate_group, shard_group, modules) if averages else None
+
+    def begin_within() -> Choice:
+        def choose_here() -> Choice:
+            _check_modules(modules)
+            return choose(codec, options, modules, averages=averages)
+
+        choice = agree(choose_here, shard_group, modules)
+        if choice.reduce_scatter is not None:
+            attached.append(_reduce_scatter(choice.reduce_scatter, shard_group, modules))
+        if choice.all_gather is not None:
+            attached.append(_all_gather(choice.all_gather, shard_group, modules))
+        return choice
+
+    if group is None:
+        begin_within()
+    else:
+        own: Exception | None = None
+        try:
+            choice = begin_within()
+        except GradferryError as error:  # which all ranks of the shard group have, but no replica
+            own = error
+
+        def configuration() -> tuple[Config, Record]:
+            if own is not None:
+                raise own
+            assert choice.replicas is not None
+            return choice.replicas, {**choice.record(), **_values(model)}
+
+        attached.insert(0, _averages(configuration, group, shard_group, modules))
+
+
+def _connect(attached: Sequence[Attached]) -> None:
+    """Lets the other exchanges know of errors in gathers."""
+    gathers = next((each.gathers for each in attached if each.gathers is not None), None)
+    if gathers is None:
+        return
+    averaging = [each for each in attached if each.averages]
+    gathers.others = [each.running for each in averaging]
+    for hook in (hook for each in averaging for hook in each.hooks):
+        if isinstance(hook, ReduceScatterHook):
+            hook.settle = gathers.settle
+
+
+def _averages(
+    configuration: Callable[[], tuple[Config, Record]],
+    group: dist.ProcessGroup,
+    shard_group: dist.ProcessGroup,
+    modules: Sequence[ShardedModule],
+) -> Attached:
+    shards = [shard for module in modules for shard in module.shards]
     part = f"shard_{dist.get_rank(shard_group)}_of_{dist.get_world_size(shard_group)}"
     part += shards[0].place_in_mesh()
-    group = _replicas(replicate_group, shard_group, modules)
 
     def propose_here() -> Running:
-        _check_modules(modules)
+        config, record = configuration()
         _check_replicas(modules)
         owned = [(shard, None) for shard in shards]
-        record = {"shard": part, **_values(model)}
-        config = _config(codec, complete(options, _NOT_SHARDED))
-        return _propose(config, group, modules, record, owned)
+        return _propose(config, group, modules, {"shard": part, **record}, owned)
 
-    running = _known_to_all(shard_group, modules, lambda: _start(group, modules, propose_here))
-    hooks = _hooks(ReplicaHook, running, modules)
-    _finish(model, modules, running, hooks, averages_replicas=True)
-    return ShardedState(running, hooks, part)
+    running = known_to_all(shard_group, modules, lambda: start_on_all(group, modules, propose_here))
+    hooks = _gradient_hooks(ReplicaHook, running, modules)
+    return Attached(REPLICAS, running, hooks, part)
 
 
-@takes_options(_NOT_SCATTERED, error_feedback="none")
-def attach_reduce_scatter(
-    model: nn.Module,
-    codec: str = "q4",
-    **options: Unpack[Options],
-) -> ShardedState:
-    """Compresses the reduce-scatter of gradients among the ranks of a sharded model. Collective.
-
-    For models that are sharded over a slow link. Each rank sends every other one that one's shards
-    of its gradients, encoded once; their owner adds up what it decodes, and nothing is encoded
-    again. FSDP2 gathers parameters as it always does. Gradients must be on the CPU.
-
-    >>> for block in (*model.blocks, model):
-    ...     fully_shard(block)
-    >>> state = gradferry.fsdp.attach_reduce_scatter(model, "q4", error_feedback="worker")
-
-    Call it once on every rank, after the last ``fully_shard`` and before the first backward pass.
-
-    ``error_feedback`` is ``"none"``, or ``"worker"``, which keeps on every rank the compression
-    error of the *whole* model's gradients: 4 bytes for each of its parameters, not divided by the
-    number of ranks. Codecs below 3 bits need it, and ``grad_scaler`` has a meaning only there.
-
-    Args:
-        model: under ``torch.distributed.fsdp.fully_shard``.
-        codec: as for `gradferry.attach`, but not ``"auto"``.
-            The number of dimensions and elements that decide which parameters are sent as they are
-            is that of a shard.
-        **options: see `gradferry.Options`.
-
-    Returns:
-        The hook's state. The hook lives as long as the model, whether the state is kept or not.
-
-    Raises:
-        ConfigError: an argument or the model cannot be used; nothing was changed.
-        RankMismatchError: ranks differ in configuration or model; nothing was changed.
-        PeerError: a rank did not call this, or failed to set up its connections or memory; nothing
-            was changed.
-        StateError: there is no process group.
-
-    A backward pass raises PeerError, ProtocolError or StateError on all ranks of the shard group,
-    and so does every forward pass after it.
-    """
-    modules = sharded_modules(model)
-    group = modules[0].shard_group
+def _reduce_scatter(
+    config: Config, group: dist.ProcessGroup, modules: Sequence[ShardedModule]
+) -> Attached:
     # The order of FSDP2: shards of the first rank, then those of the second.
     owned = [
         (shard, rank)
@@ -175,28 +219,35 @@ def attach_reduce_scatter(
     ]
 
     def propose_here() -> Running:
-        _check_modules(modules)
         for module in modules:
             _expect_free(module, "a reduce-scatter", module.reduce_scatter)
-        asked = complete({"error_feedback": "none", **options}, _NOT_SCATTERED)
-        config = _config(codec, {**asked, "nodes": FLAT})
-        _check_feedback(config, owned)
-        return _propose(config, group, modules, {}, owned)
+        return _propose(config, group, modules, {}, owned, "reduce_scatter")
 
-    running = _start(group, modules, propose_here)
-    hooks = _hooks(ReduceScatterHook, running, modules)
-    _finish(model, modules, running, hooks)
-    return ShardedState(running, hooks, f"group_of_rank_{min(world_ranks(group))}")
+    running = start_on_all(group, modules, propose_here)
+    hooks = _gradient_hooks(ReduceScatterHook, running, modules)
+    part = f"group_of_rank_{min(world_ranks(group))}"
+    return Attached(REDUCE_SCATTER, running, hooks, part)
 
 
-def _config(codec: str, options: Options) -> Config:
-    config = make_config(codec, options)
-    if config.chooses:
-        raise ConfigError(
-            "codec='auto' tries codecs in the steps of DistributedDataParallel; name a codec for "
-            "FSDP2, such as 'q4'"
-        )
-    return config
+def _all_gather(
+    config: Config, group: dist.ProcessGroup, modules: Sequence[ShardedModule]
+) -> Attached:
+    ranks = range(dist.get_world_size(group))
+    owned = [(shard, rank) for module in modules for rank in ranks for shard in module.gathered]
+
+    def propose_here() -> Running:
+        for module in modules:
+            _expect_free(module, "an all-gather", module.all_gather)
+        return _propose(config, group, modules, {}, owned, "all_gather")
+
+    running = start_on_all(group, modules, propose_here)
+    calls = _calls_of(running)
+    gathers = Gathers(running)
+    hooks, first = [], 0
+    for number, module in enumerate(modules):
+        hooks.append(GatherHook(running, module, number, calls, gathers, first))
+        first += len(module.gathered) * running.world_size
+    return Attached(ALL_GATHER, running, hooks, None, gathers)
 
 
 def _propose(
@@ -205,9 +256,10 @@ def _propose(
     modules: Sequence[ShardedModule],
     record: Record,
     owned: Sequence[tuple[Shard, int | None]],
+    collective: str = "all_reduce",
 ) -> Running:
     """The configuration of this rank. `owned`: what the engine takes for parameters, each with the
-    rank that gets its mean; None: all ranks do.
+    rank that gets its mean, or has it; None: all ranks do.
     """
     device, rank = modules[0].device, dist.get_rank(group)
     record = {
@@ -215,6 +267,7 @@ def _propose(
         "way in": "FSDP2",
         "modules": [[module.name, len(module.shards)] for module in modules],
     }
+    averages = collective != "all_gather"  # what optimizers step is not what is gathered
     return propose(
         config,
         group,
@@ -222,65 +275,12 @@ def _propose(
         [(shard.name, shard.placeholder(device)) for shard, _ in owned],
         record,
         _RECOVERY_HINT,
-        known_as=[shard.parameter if own in (None, rank) else None for shard, own in owned],
+        known_as=[
+            shard.parameter if averages and own in (None, rank) else None for shard, own in owned
+        ],
         owners=[own for _, own in owned],
+        collective=collective,
     )
-
-
-def _start(
-    group: dist.ProcessGroup, modules: Sequence[ShardedModule], propose_here: Callable[[], Running]
-) -> Running:
-    def build(running: Running, nonce: str) -> Running:
-        running.start(group, nonce)
-        return running
-
-    return start(group, modules[0].device, propose_here, build, purpose="come to attach")
-
-
-def _known_to_all(
-    shard_group: dist.ProcessGroup,
-    modules: Sequence[ShardedModule],
-    begin: Callable[[], Result],
-) -> Result:
-    """Returns what `begin` does. Its error on one rank of the shard group is raised on all."""
-    result: list[Result] = []
-    own: Exception | None = None
-    try:
-        result.append(begin())
-    except Exception as error:
-        own = error
-        say_failed(shard_group)  # for ranks that wait beside it
-    try:
-        _raise_first(own, _records(own, shard_group, modules, "attach"), shard_group)
-    except BaseException:
-        result.clear()  # otherwise the traceback would keep the connections alive
-        raise
-    return result[0]
-
-
-def _records(
-    own: Exception | None,
-    group: dist.ProcessGroup,
-    modules: Sequence[ShardedModule],
-    purpose: str,
-    beside: dist.ProcessGroup | None = None,
-) -> list[Record]:
-    """The errors of a group's ranks. Collective. `purpose` and `beside` as for `meet`."""
-    place = meeting_place(group, modules[0].device)
-    try:
-        meet(group, patience(group, place), purpose, beside)
-        return gather_records({} if own is None else error_record(own), group, place)
-    except PeerError as error:
-        if own is None:
-            raise
-        raise error from own
-
-
-def _raise_first(own: Exception | None, records: list[Record], group: dist.ProcessGroup) -> None:
-    """Raises the error of this rank, else that of another rank of the group."""
-    if own is not None and not isinstance(own, EchoError):
-        raise own
-    raise_first_error(records, group)
 
 
 def _values(model: nn.Module) -> Record:
@@ -294,105 +294,47 @@ def _values(model: nn.Module) -> Record:
     }
 
 
-def _hooks(kind: type[Hook], running: Running, modules: Sequence[ShardedModule]) -> list[Hook]:
-    calls = None if running.engine is None else _native.AllReducer(engine=running.engine)
+def _calls_of(running: Running) -> _native.AllReducer | None:
+    return None if running.engine is None else _native.AllReducer(engine=running.engine)
+
+
+def _gradient_hooks(
+    kind: type[GradientHook], running: Running, modules: Sequence[ShardedModule]
+) -> list[ModuleHook]:
+    calls = _calls_of(running)
     passes = Passes(running, modules, kind.num_parts(running.world_size))
-    return [kind(running, passes, each, number, calls) for number, each in enumerate(modules)]
+    return [kind(running, each, number, calls, passes) for number, each in enumerate(modules)]
 
 
 def _finish(
-    model: nn.Module,
-    modules: Sequence[ShardedModule],
-    running: Running,
-    hooks: Sequence[ModuleHook],
-    *,
-    averages_replicas: bool = False,
+    model: nn.Module, modules: Sequence[ShardedModule], attached: Sequence[Attached]
 ) -> None:
     """After all ranks have started: sets the hooks, watches optimizers and later passes, warns."""
-    for hook in hooks:
-        hook.set()
+    for each in attached:
+        for hook in each.hooks:
+            hook.set()
+        if each.gathers is not None:
+            each.gathers.watch(model)
     apart = list(unsharded_parameters(model, modules))
-    watch(model, Guard(modules, running, hooks, apart, averages_replicas=averages_replicas))
-    watch_optimizer(running)
+    watch(model, Guard(modules, attached, apart))
+    for each in attached:
+        if each.averages:
+            watch_optimizer(each.running)
     # Warnings come last: the user's filters may make them errors.
     if apart:
         warn(
             f"FSDP2 does not reduce the gradients of {first_of(apart)}: they will differ from "
             "rank to rank; call fully_shard on the whole model, too, and then attach"
         )
-    if running.engine is None:
-        return
-    exchanges = running.transport.exchanges
-    warn_about_rules(running.config, running.parameters, exchanges=exchanges)
-    warn_about_surroundings(running.transport, running.group)
-
-
-def _replicas(
-    given: dist.ProcessGroup | DeviceMesh | None,
-    shard_group: dist.ProcessGroup,
-    modules: Sequence[ShardedModule],
-) -> dist.ProcessGroup:
-    """The group of this rank's replicas. Collective, since a rank without one cannot tell them:
-    ranks with other shards hear of it in the shard group, and tell their replicas.
-
-    Before a rank that told or was told returns, those that were told have told their shard group:
-    otherwise it could come to the next call while others still wait for it in this one. With three
-    shards or more a rank that heard in its shard group first may be earlier.
-    """
-    own: Exception | None = None
-    try:
-        group = _known_to_all(shard_group, modules, lambda: _replicate_group(given, shard_group))
-    except GradferryError as error:
-        own = error
-        try:
-            group = _replicate_group(given, shard_group)
-        except GradferryError:
-            raise own from None
-    records: list[Record] = []
-
-    def tell_and_hear() -> None:
-        records.extend(_records(own, group, modules, "come to attach", shard_group))
-        _raise_first(own, records, group)
-
-    try:
-        if own is None:
-            _known_to_all(shard_group, modules, tell_and_hear)
-        else:
-            tell_and_hear()
-    except GradferryError as error:
-        if own is not None:
-            say_failed(shard_group)  # one that tells is enough: replicas of the others may not come
-        # A rank that has lost its shard group cannot say that this one knows.
-        if any("error" in record for record in records) and not isinstance(error, PeerError):
-            with contextlib.suppress(GradferryError):
-                _records(error, group, modules, "hear of an error")
-        if own is None:
-            raise
-        raise own from None
-    return group
-
-
-def _replicate_group(
-    given: dist.ProcessGroup | DeviceMesh | None, shard_group: dist.ProcessGroup
-) -> dist.ProcessGroup:
-    if given is None:
-        raise ConfigError(
-            "replicate_group is missing: give the group, or the dimension of the mesh, of the "
-            "ranks that hold the same shard, such as mesh['replica']"
-        )
-    if isinstance(given, DeviceMesh) and given.ndim != 1:
-        raise ConfigError(
-            f"replicate_group is a mesh of {given.ndim} dimensions, {given}; give the dimension of "
-            "the replicas alone, such as mesh['replica']"
-        )
-    group = usable_group(given.get_group() if isinstance(given, DeviceMesh) else given)
-    both = set(world_ranks(shard_group)) & set(world_ranks(group))
-    if both != {dist.get_rank()}:
-        raise ConfigError(
-            f"replicate_group has ranks {sorted(both)} of this rank's shard group; give the ranks "
-            "that hold the same shard, such as mesh['replica']"
-        )
-    return group
+    for each in attached:
+        running = each.running
+        if running.engine is None:
+            continue
+        exchanges, option = running.transport.exchanges, each.rules_option
+        warn_about_rules(running.config, running.parameters, exchanges=exchanges, option=option)
+    first = attached[0].running
+    if first.engine is not None:
+        warn_about_surroundings(first.transport, first.group)
 
 
 def _check_modules(modules: Sequence[ShardedModule]) -> None:
@@ -424,21 +366,4 @@ def _expect_free(module: ShardedModule, what: str, found: object) -> None:
         raise ConfigError(
             f"{module.name!r} already has {what} that is not FSDP2's own, {found!r}; FSDP2 takes "
             "one, so leave out the other"
-        )
-
-
-def _check_feedback(config: Config, owned: Sequence[tuple[Shard, int | None]]) -> None:
-    """Raises ConfigError for an error feedback that a reduce-scatter cannot have."""
-    if config.error_feedback not in ("none", "worker"):
-        raise ConfigError(
-            f"error_feedback={config.error_feedback!r}: means are not encoded in a reduce-scatter, "
-            "so that only 'worker' and 'none' are left"
-        )
-    codecs = [config.codec, *(rule.codec for rule in config.rules)]
-    coarse = next((each for each in codecs if each.lossy and each.bits() < COARSE_BITS), None)
-    if coarse is not None and config.error_feedback == "none":
-        mebibytes = sum(4 * shard.size.numel() for shard, _ in owned) / 2**20
-        raise ConfigError(
-            f"{coarse} needs error_feedback='worker' here, which takes {mebibytes:.1f} MiB on "
-            "every rank, 4 bytes for each parameter of the whole model; or take a codec of 3 bits"
         )

@@ -1,9 +1,11 @@
-"""What FSDP2 calls with the gradients of a module: one hook averages them, one reduce-scatters."""
+"""What FSDP2 calls with the gradients of a module: one hook averages them, one reduce-scatters.
+`gathers.py` has what it calls with parameters.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -105,12 +107,11 @@ def _end(running: Running, message: str) -> None:
 
 
 class ModuleHook(ABC):
-    """Hands the gradients of one module to the engine of all modules.
+    """Hands what FSDP2 exchanges of one module to the engine of all modules.
 
     Args:
         running: with its engine started.
-        passes: of the model.
-        module: whose gradients come.
+        module: of which it is.
         number: of that module.
         calls: of the engine; None without one.
 
@@ -122,13 +123,11 @@ class ModuleHook(ABC):
     def __init__(
         self,
         running: Running,
-        passes: Passes,
         module: ShardedModule,
         number: int,
         calls: _native.AllReducer | None,
     ) -> None:
         self._running = running
-        self._passes = passes
         self._module = module
         self._number = number
         self._calls = calls
@@ -142,6 +141,29 @@ class ModuleHook(ABC):
     @abstractmethod
     def is_set(self) -> bool:
         """Whether FSDP2 still calls it."""
+
+    def _fail(self, message: str) -> NoReturn:
+        fail(self._running, message)
+
+
+class GradientHook(ModuleHook):
+    """Averages the gradients of one module.
+
+    Args:
+        running, module, number, calls: as of a `ModuleHook`.
+        passes: of the model.
+    """
+
+    def __init__(
+        self,
+        running: Running,
+        module: ShardedModule,
+        number: int,
+        calls: _native.AllReducer | None,
+        passes: Passes,
+    ) -> None:
+        super().__init__(running, module, number, calls)
+        self._passes = passes
 
     @staticmethod
     def num_parts(world_size: int) -> int:
@@ -207,16 +229,13 @@ class ModuleHook(ABC):
                 "reduces zeros for them, where this torch has it",
             )
 
-    def _fail(self, message: str) -> NoReturn:
-        fail(self._running, message)
-
 
 def synced_passes(hooks: Sequence[ModuleHook]) -> int:
     """In which the hooks of a model were called."""
     return max(hook.count for hook in hooks)
 
 
-class ReplicaHook(ModuleHook):
+class ReplicaHook(GradientHook):
     """Averages over replicas. What ``set_all_reduce_hook`` takes."""
 
     def set(self) -> None:
@@ -245,8 +264,14 @@ class ReplicaHook(ModuleHook):
             reduce_output.mul_(self._running.world_size)
 
 
-class ReduceScatterHook(ModuleHook):
-    """Reduces the gradients of all shards. What ``set_custom_reduce_scatter`` takes."""
+class ReduceScatterHook(GradientHook):
+    """Reduces the gradients of all shards. What ``set_custom_reduce_scatter`` takes.
+
+    Attributes:
+        settle: called first.
+    """
+
+    settle: Callable[[], None] = staticmethod(lambda: None)
 
     def set(self) -> None:
         self._module.reduce_scatter = self
@@ -281,6 +306,7 @@ class ReduceScatterHook(ModuleHook):
             op: SUM or AVG.
             async_op: not with a codec, since FSDP2 never asks for it.
         """
+        self.settle()
         averages = op == dist.ReduceOp.AVG
         if self._running.engine is not None and (
             async_op or not (averages or op == dist.ReduceOp.SUM)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,13 @@ from gradferry.errors import ConfigError
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of one parameter, as FSDP2 reduces it.
+    """This rank's part of one parameter, as FSDP2 reduces or gathers it.
 
     Attributes:
         name: of the parameter in the model.
         parameter: as optimizers have it: a DTensor.
         size: of the part, with the padding that makes the parts of all ranks equal.
-        dtype: in which gradients are reduced.
+        dtype: in which gradients are reduced, or the parameter is gathered.
     """
 
     name: str
@@ -54,6 +54,7 @@ class ShardedModule:
     Attributes:
         name: of the module in the model.
         shards: of its parameters that require grad; may be none.
+        gathered: of all its parameters, in the order in which FSDP2 gathers them.
     """
 
     def __init__(self, name: str, group: Any, names: dict[int, str]) -> None:
@@ -69,6 +70,15 @@ class ShardedModule:
         self.shards = [
             Shard(_name(each, names), each.sharded_param, each.padded_sharded_param_size, dtype)
             for each in self._trained.values()
+        ]
+        self.gathered = [
+            Shard(
+                _name(each, names),
+                each.sharded_param,
+                each.padded_sharded_param_size,
+                _gather_dtype(each),
+            )
+            for each in group.fsdp_params
         ]
 
     @property
@@ -121,6 +131,73 @@ class ShardedModule:
     @reduce_scatter.setter
     def reduce_scatter(self, comm: Any) -> None:
         self._param_group()._reduce_scatter_comm = comm
+
+    @property
+    def all_gather(self) -> Any:
+        """What was set by ``set_custom_all_gather`` or a method like it; None: nothing."""
+        found = self._all_gather_comm
+        return None if type(found).__name__ == "DefaultAllGather" else found
+
+    def replace_all_gather(self, comm: Any) -> Any:
+        """Sets what gathers parameters. Returns what did so before."""
+        before, self._param_group()._all_gather_comm = self._all_gather_comm, comm
+        return before
+
+    @property
+    def _all_gather_comm(self) -> Any:
+        group = self._param_group()
+        if not hasattr(group, "_all_gather_comm"):
+            raise ConfigError(
+                f"torch {torch.__version__} has no FSDPModule.set_custom_all_gather(), which the "
+                "all-gather needs; use torch 2.11 or later, or all_gather='off'"
+            )
+        return group._all_gather_comm
+
+    @property
+    def gathers_for(self) -> str:
+        """For what parameters are gathered now: "FORWARD", "PRE_BACKWARD", or "IDLE", by hand."""
+        return str(self._param_group()._training_state.name)
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether what is gathered now are parts of parameters that were gathered before, as
+        ``reshard_after_forward=<int>`` keeps them.
+        """
+        return bool(self._param_group().is_sharded_post_forward)
+
+    def reshard(self) -> None:
+        """Frees gathered parameters, so that the next use gathers them again."""
+        self._param_group().reshard()
+
+    def expect_gatherable(self) -> None:
+        """Raises ConfigError if no codec can take what FSDP2 gathers."""
+        for each, shard in zip(self._param_group().fsdp_params, self.gathered, strict=True):
+            if hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather"):
+                kind = type(each._sharded_local_tensor).__name__
+                raise ConfigError(
+                    f"parameter {shard.name!r} is a {kind}, a tensor subclass that encodes itself "
+                    "for the all-gather (fsdp_pre_all_gather); take plain parameters, or "
+                    "all_gather='off'"
+                )
+            if shard.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise ConfigError(
+                    f"parameter {shard.name!r} is gathered in {shard.dtype}, and the all-gather "
+                    "takes float32, bfloat16 and float16; use such a param_dtype in the mixed "
+                    "precision policy, or all_gather='off'"
+                )
+            first = self.gathered[0]
+            if shard.dtype != first.dtype:
+                raise ConfigError(
+                    f"{self.name!r} gathers {first.name!r} in {first.dtype} and {shard.name!r} in "
+                    f"{shard.dtype}, as bytes without boundaries; give both one param_dtype in the "
+                    "mixed precision policy, call fully_shard for each part on its own, or use "
+                    "all_gather='off'"
+                )
+
+    def wrap_reduce_scatter(self, wrap: Callable[[Any], Any]) -> None:
+        """Replaces what reduces gradients by what `wrap` makes of it."""
+        group = self._param_group()
+        group._reduce_scatter_comm = wrap(group._reduce_scatter_comm)
 
     def order(self) -> list[int]:
         """The order of the `shards` in what is reduced, as FSDP2 settles in the first forward."""
@@ -246,6 +323,13 @@ def _name(parameter: Any, names: dict[int, str]) -> str:
     info = parameter._module_info
     prefix = names[id(info.module)]
     return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
+
+
+def _gather_dtype(parameter: Any) -> torch.dtype:
+    """In which FSDP2 gathers a parameter, as it settles in the first forward pass."""
+    policy, original = parameter.mp_policy, parameter.sharded_param.dtype
+    dtype: torch.dtype | None = policy.param_dtype
+    return dtype if dtype is not None and original.is_floating_point else original
 
 
 def _reduce_dtype(parameters: Sequence[Any]) -> torch.dtype:

@@ -2,47 +2,189 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
 
 from gradferry.errors import StateError
+from gradferry.fsdp.gathers import Gathers
 from gradferry.fsdp.hooks import ModuleHook, synced_passes
-from gradferry.reduction import save_load
+from gradferry.fsdp.model import ShardedModule
+from gradferry.reduction import save_load, step_numbers
 from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.description import as_asked, describe
 from gradferry.reduction.running import Running
+from gradferry.reduction.step_numbers import Stats
+
+REPLICAS, REDUCE_SCATTER, ALL_GATHER = "replicas", "reduce_scatter", "all_gather"
+# Counters of stats() that add up over exchanges.
+_ADDED = (
+    *step_numbers.SUMS,
+    "residual_bytes",
+    "workspace_bytes",
+    "workspace_allocations",
+    "in_flight",
+    "host_waits",
+)
+
+
+@dataclass(frozen=True)
+class Attached:
+    """One exchange of a model: its engine, and a hook for each module.
+
+    Attributes:
+        name: "replicas", "reduce_scatter" or "all_gather".
+        running: the configuration and the engine.
+        hooks: by module.
+        part: which of the model this rank's group of ranks has, as the key of its saved state;
+            None: it has none.
+        gathers: of an all-gather, else None.
+    """
+
+    name: str
+    running: Running
+    hooks: Sequence[ModuleHook]
+    part: str | None
+    gathers: Gathers | None = None
+
+    @property
+    def averages(self) -> bool:
+        """Whether it is of gradients."""
+        return self.gathers is None
+
+    @property
+    def rules_option(self) -> str:
+        """The option that gives its rules."""
+        return "rules" if self.averages else "all_gather_rules"
+
+    def passed(self) -> int:
+        """Buckets that took the backend's own collective."""
+        return sum(hook.passed for hook in self.hooks)
+
+    def stats(self) -> dict[str, Any]:
+        """This exchange's part of `ShardedState.stats`."""
+        running = self.running
+        stats = {**running.stats(), "fallbacks": self.passed(), "choice": as_asked(running)}
+        ring_bytes = running.ring_share * float(stats["gradient_bytes"])
+        return {**stats, "ratio": step_numbers.ratio(ring_bytes, stats["wire_bytes"])}
 
 
 class ShardedState(Averaging):
-    """Compression of the gradients of one model under FSDP2, which `gradferry.fsdp.attach` or
-    `gradferry.fsdp.attach_reduce_scatter` returns.
+    """Compression of what one model under FSDP2 exchanges, which `gradferry.fsdp.attach` returns.
 
-    `parameters` are shards, padded so that those of all ranks are equal: this rank's, or in a
-    reduce-scatter those of all ranks. A step is a synced backward pass.
-
-    Attributes:
-        part: which of the model this rank's group of ranks has, as the key of its saved state.
+    Up to three exchanges: averages over replicas, the reduce-scatter, the all-gather. Options,
+    `parameters`, `nodes` and `rank` are those of the first of these that is attached. `parameters`
+    are shards, padded so that those of all ranks are equal: this rank's, or in a reduce-scatter and
+    an all-gather those of all ranks. A step is a synced backward pass; where only parameters are
+    gathered, a pass that gathers them.
     """
 
-    part: str
+    def __init__(self, attached: Sequence[Attached], modules: Sequence[ShardedModule]) -> None:
+        self._attached = tuple(attached)
+        self._modules = modules
+        self._first = self._attached[0]
 
-    def __init__(self, running: Running, hooks: Sequence[ModuleHook], part: str) -> None:
-        self._started = running
-        self._hooks = hooks
-        self.part = part
+    @property
+    def parts(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Which of the model this rank's groups of ranks have, as the keys of its saved state."""
+        return tuple(self._saved())
 
     @property
     def _running(self) -> Running:
-        return self._started
+        return self._first.running
 
     def _passed_buckets(self) -> int:
-        return sum(hook.passed for hook in self._hooks)
+        return sum(each.passed() for each in self._attached)
 
     def _passed_steps(self) -> int:
-        return synced_passes(self._hooks)
+        return synced_passes(self._first.hooks)
 
     def _choice(self) -> dict[str, Any]:
-        return as_asked(self._started)
+        return as_asked(self._running)
+
+    def _ring_bytes(self) -> float:
+        runnings = [each.running for each in self._attached]
+        return sum(each.ring_share * float(each.stats()["gradient_bytes"]) for each in runnings)
+
+    @property
+    def passes_through(self) -> bool:
+        """Whether everything currently takes the backend's own collectives."""
+        return all(each.running.engine is None for each in self._attached)
+
+    def stats(self) -> Stats:
+        """Counters of this rank, as `HookState.stats`, summed over the exchanges.
+
+        ``exchanges`` has those of each by name: ``"replicas"``, ``"reduce_scatter"`` and
+        ``"all_gather"``, as far as they are attached. ``steps``, ``choice``, ``step_buckets`` and
+        the ratios of residuals are those of the first one. In an all-gather ``gradient_bytes`` are
+        those of gathered parameters, also where ``keep_gathered`` has sent none, and ``exposed_ms``
+        is not all that FSDP2 has waited for.
+        """
+        stats = cast("dict[str, Any]", super().stats())
+        exchanges = {each.name: each.stats() for each in self._attached}
+        stats |= {key: sum(each[key] for each in exchanges.values()) for key in _ADDED}
+        stats["ratio"] = step_numbers.ratio(self._ring_bytes(), stats["wire_bytes"])
+        return cast(Stats, {**stats, "exchanges": exchanges})
+
+    def events(self) -> list[dict[str, Any]]:
+        """The events of all exchanges, as `HookState.events` has them. Each has one more key,
+        ``exchange``: its name.
+        """
+        events = [
+            {"exchange": each.name, **event}
+            for each in self._attached
+            if each.running.engine is not None
+            for event in each.running.engine.events()
+        ]
+        return sorted(events, key=lambda event: float(event["begin_ms"]))
+
+    @contextmanager
+    def exact_gathers(self) -> Iterator[None]:
+        """Parameters are gathered by FSDP2 itself, as they are, while this lasts: for evaluation.
+
+        >>> with state.exact_gathers():
+        ...     evaluate(model)
+
+        Call it on all ranks, outside of forward and backward passes. What was gathered before, and
+        within, is freed, so that the next pass gathers it again. Without a compressed all-gather it
+        does nothing.
+
+        Raises:
+            StateError: this is the middle of a pass.
+        """
+        gathers = next((each.gathers for each in self._attached if each.gathers), None)
+        if gathers is None:
+            yield
+            return
+        self._expect_outside_of_passes()
+        self._reshard()
+        before, gathers.exact = gathers.exact, True
+        try:
+            yield
+            self._expect_outside_of_passes()
+        finally:
+            gathers.exact = before
+            self._reshard()
+
+    def _expect_outside_of_passes(self) -> None:
+        for module in self._modules:
+            if module.gathers_for in ("FORWARD", "PRE_BACKWARD"):
+                raise StateError(
+                    f"{module.name!r} is in the middle of a pass; enter and leave exact_gathers() "
+                    "before forward() or after backward()"
+                )
+
+    def _reshard(self) -> None:
+        for module in self._modules:
+            module.reshard()
+
+    def scale_residuals(self, factor: float) -> None:
+        """Multiplies the residuals of all exchanges, as `HookState.scale_residuals` does."""
+        super().scale_residuals(factor)
+        for each in self._attached[1:]:
+            if each.averages and each.running.engine is not None:
+                each.running.engine.scale_residuals(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that this rank must save to continue exactly where it stopped. Not collective.
@@ -51,15 +193,23 @@ class ShardedState(Averaging):
         for which this is a ``Stateful``, by `gradferry.checkpoint.save`, or to a file per rank.
 
         Returns:
-            ``{part: state}``, where `state` is as that of `HookState.state_dict`, with a slot for
-            each rank of the group. `part` tells the groups apart: ``"shard_0_of_4"``, with tensor
-            parallelism also its place in the mesh, or of a reduce-scatter ``"group_of_rank_0"``,
-            its lowest rank in the default group.
+            ``{part: state}``, with the keys `parts`, where `state` is as that of
+            `HookState.state_dict`, with a slot for each rank of the group. A part tells the groups
+            apart: ``"shard_0_of_4"``, with tensor parallelism also its place in the mesh, or of a
+            reduce-scatter ``"group_of_rank_0"``,
+            its lowest rank in the default group. Gathers have no state.
 
         Raises:
             StateError: an error has ended the hook, or this is the middle of a step.
         """
-        return {self.part: save_load.save(self._started, self._passed_steps())}
+        return {
+            part: save_load.save(each.running, synced_passes(each.hooks))
+            for part, each in self._saved().items()
+        }
+
+    def _saved(self) -> dict[str, Attached]:
+        """The exchanges that have a state, by its key."""
+        return {each.part: each for each in self._attached if each.part is not None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
         """Restores what `state_dict` returned. Call it on every rank.
@@ -75,18 +225,22 @@ class ShardedState(Averaging):
             StateError: as for `HookState.load_state_dict`, or the state is of other shards. Nothing
                 was changed.
         """
-        if not isinstance(state_dict, Mapping) or self.part not in state_dict:
-            held = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else "no dict"
-            raise StateError(
-                f"the saved state has nothing of {self.part}, only {held}: what is withheld of a "
-                "shard stays with it. Load it with as many shards as saved it, the states of all "
-                "ranks merged by gradferry.checkpoint.merge; or go on without, and lose what was "
-                "withheld"
-            )
+        for part in self._saved():
+            if not isinstance(state_dict, Mapping) or part not in state_dict:
+                held = (
+                    sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else "no dict"
+                )
+                raise StateError(
+                    f"the saved state has nothing of {part}, only {held}: what is withheld of a "
+                    "shard stays with it. Load it with as many shards as saved it, the states of "
+                    "all ranks merged by gradferry.checkpoint.merge; or go on without, and lose "
+                    "what was withheld"
+                )
         with self._loading():
-            steps = save_load.load(self._started, state_dict[self.part], on_resize)
-            for hook in self._hooks:
-                hook.count = steps
+            for part, each in self._saved().items():
+                steps = save_load.load(each.running, state_dict[part], on_resize)
+                for hook in each.hooks:
+                    hook.count = steps
 
     def skip_step(self) -> NoReturn:
         """Not here: a step that is skipped on all ranks may be known to another shard alone.
@@ -105,8 +259,14 @@ class ShardedState(Averaging):
         )
 
     def __repr__(self) -> str:
-        codec = str(self._started.config.codec)
-        return f"ShardedState(codec={codec!r}, modules={len(self._hooks)}, part={self.part!r})"
+        codecs = {each.name: str(each.running.config.codec) for each in self._attached}
+        shown = ", ".join(f"{name}={codec!r}" for name, codec in codecs.items())
+        return f"ShardedState({shown}, modules={len(self._modules)})"
 
     def __str__(self) -> str:
-        return describe(self._started, self.stats())
+        stats = self.stats()
+        texts = []
+        for each in self._attached:
+            own = cast(Stats, {**stats, **stats["exchanges"][each.name]})
+            texts.append(f"{each.name}: {describe(each.running, own)}")
+        return "\n".join(texts)

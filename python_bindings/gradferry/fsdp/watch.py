@@ -10,14 +10,14 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from gradferry.core.names import first_of
-from gradferry.fsdp.hooks import ModuleHook, fail, synced_passes, warn_or_end
+from gradferry.fsdp.hooks import fail, synced_passes, warn_or_end
 from gradferry.fsdp.model import (
     ShardedModule,
     modules_outside,
     sharded_modules,
     unsharded_parameters,
 )
-from gradferry.reduction.running import Running
+from gradferry.fsdp.state import REPLICAS, Attached
 from gradferry.reduction.silent_hook import has_gradients_of, silence_of, watch_hook
 
 
@@ -43,35 +43,35 @@ def watch(model: nn.Module, guard: Guard) -> None:
 
 @dataclass(eq=False)
 class Guard:
-    """Raises in the forward pass what has ended the engine: after a backward pass that failed,
+    """Raises in the forward pass what has ended an engine: after a backward pass that failed,
     FSDP2 may leave out its hooks, and so reduce nothing. In the first one also that a module has no
     hook: since it was sharded later, or since the model is only a part of what is sharded, which
     FSDP2 does not know before. And, as often as `check_every` says, that FSDP2 does not reduce a
-    parameter that trains, unless it did so at attach.
+    parameter that trains, unless it did so at attach. In every one, that something else gathers
+    parameters than at attach.
 
     Attributes:
         modules: of the model, that FSDP2 reduces.
-        running: of the hooks.
-        hooks: one for each module.
+        attached: exchanges of the model.
         apart: names of parameters that train although FSDP2 does not reduce them.
-        averages_replicas: whether what the hooks leave out differs between replicas.
     """
 
     modules: Sequence[ShardedModule]
-    running: Running
-    hooks: Sequence[ModuleHook]
+    attached: Sequence[Attached]
     apart: Sequence[str]
-    averages_replicas: bool
 
     def __post_init__(self) -> None:
-        running = self.running
+        self.running = running = self.attached[0].running
         self._every = running.config.check_every if running.engine is not None else 0
         self._was_compared = False
         self._checks = 0
 
     def __call__(self, model: nn.Module, *_: object) -> None:
-        if self.running.engine is not None:
-            self.running.engine.expect_alive()
+        for each in self.attached:
+            if each.running.engine is not None:
+                each.running.engine.expect_alive()
+                if not each.averages:
+                    self._expect_set(each)
         if not self._was_compared:
             self._was_compared = True
             self._compare_modules(model)
@@ -79,6 +79,16 @@ class Guard:
         if checks != self._checks:
             self._checks = checks
             self._check_parameters(model)
+
+    def _expect_set(self, attached: Attached) -> None:
+        for module, hook in zip(self.modules, attached.hooks, strict=True):
+            if not hook.is_set():
+                fail(
+                    attached.running,
+                    f"{module.name!r} was given another all-gather after attach, "
+                    f"{module.all_gather!r}; FSDP2 takes one, so leave it out, or attach with "
+                    "all_gather='off'",
+                )
 
     def _compare_modules(self, model: nn.Module) -> None:
         names = [module.name for module in self.modules]
@@ -90,7 +100,8 @@ class Guard:
                 f"fully_shard was called on {later[0]!r} after attach, so that its gradients "
                 "would not reach the hook; attach after the last fully_shard",
             )
-        rest = list(modules_outside(model)) if self.averages_replicas else []
+        averages = self.attached[0].name == REPLICAS  # what is left out differs between them
+        rest = list(modules_outside(model)) if averages else []
         if rest:
             warn_or_end(
                 self.running,
@@ -111,11 +122,11 @@ class Guard:
 
     def passes(self) -> int:
         """Synced backward passes so far."""
-        return synced_passes(self.hooks)
+        return synced_passes(self.attached[0].hooks)
 
     def explain(self, optimizer: Optimizer) -> str:
         """The warning that the hooks are not called."""
-        pairs = zip(self.modules, self.hooks, strict=True)
+        pairs = zip(self.modules, self.attached[0].hooks, strict=True)
         lost = next((module.name for module, hook in pairs if not hook.is_set()), None)
         return silence_of(optimizer) + (
             "compressed: FSDP2 calls its hooks after loss.backward() of a forward pass through the "

@@ -179,13 +179,19 @@ def _watch_passes(running: Running) -> None:
 
 
 def warn_about_rules(
-    config: Config, parameters: Sequence[ParameterLayout], *, exchanges: bool
+    config: Config,
+    parameters: Sequence[ParameterLayout],
+    *,
+    exchanges: bool,
+    option: str = "rules",
 ) -> None:
-    """Warns of rules that match no parameter, and of a codec that no parameter gets."""
+    """Warns of rules that match no parameter, and of a codec that no parameter gets. `option`: the
+    one that gives the rules.
+    """
     for number, rule in enumerate(config.rules):
         if not any(_matches(rule, parameter) for parameter in parameters):
             names = [parameter.name for parameter in parameters]
-            warn(_unmatched(number, rule, names))
+            warn(_unmatched(f"{option}[{number}]", rule, names))
     reasons = [_why_exempt(config, parameter) for parameter in parameters]
     compresses = config.codec.lossy or config.chooses
     if not exchanges or not compresses or not all(reasons) or set(reasons) <= {_BY_RULE}:
@@ -194,7 +200,7 @@ def warn_about_rules(
     warn(
         f"nothing is compressed: every parameter is exempt ({counted}) and travels as 'exact', "
         "which sends no less than DDP does by itself; leave gradferry out, or give parameters of "
-        "fp32, bf16 or fp16 a codec by rules=",
+        f"fp32, bf16 or fp16 a codec by {option}=",
     )
 
 
@@ -222,13 +228,13 @@ def _matches(rule: Rule, parameter: ParameterLayout) -> bool:
     return rule.matches(parameter.name, len(parameter.shape), math.prod(parameter.shape))
 
 
-def _unmatched(number: int, rule: Rule, names: Sequence[str]) -> str:
+def _unmatched(place: str, rule: Rule, names: Sequence[str]) -> str:
     given = {
         key: value
         for key, value in {**asdict(rule), "codec": str(rule.codec)}.items()
         if value != Rule.__dataclass_fields__[key].default
     }
-    text = f"rules[{number}]={given!r} matches no parameter"
+    text = f"{place}={given!r} matches no parameter"
     if any(Rule(rule.codec, rule.name).matches(name, 0, 0) for name in names):
         return f"{text}: of those with such a name none has these dimensions and this size"
     near = _closest_names(rule.name, names)

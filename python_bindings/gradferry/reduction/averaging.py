@@ -26,17 +26,17 @@ from gradferry.reduction.step_numbers import Stats
 class Averaging(ABC):
     """Options, counters and residuals of named tensors that are averaged over ranks."""
 
-    part: str | None = None  # of a sharded model: the key of its own saved state
+    parts: tuple[str, ...] = ()  # of a sharded model: the keys of its own saved states
 
     @property
     @abstractmethod
     def _running(self) -> Running:
         """Raises StateError where there is none."""
 
-    @property
-    def _ring_share(self) -> float:
-        """See `Running.ring_share`."""
-        return self._running.ring_share
+    def _ring_bytes(self) -> float:
+        """Bytes that an uncompressed ring would have sent so far."""
+        running = self._running
+        return running.ring_share * float(running.stats()["gradient_bytes"])
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the text of ``print()``."""
@@ -171,7 +171,7 @@ class Averaging(ABC):
         stats["total_steps"] = self._total_steps()
         stats["steps"] = stats["total_steps"] - running.steps_before
         stats["fallbacks"] = self._passed_buckets()
-        stats["ratio"] = step_numbers.ratio(stats, self._ring_share)
+        stats["ratio"] = step_numbers.ratio(self._ring_bytes(), stats["wire_bytes"])
         stats["choice"] = self._choice()
         return cast(Stats, stats)
 

@@ -63,7 +63,7 @@ def describe(running: Running, stats: Stats) -> str:
         )
     if config.warmup_steps:
         lines.append(f"  warm-up: {config.warmup_steps} steps with {config.warmup}")
-    exempt = [p.name for p in parameters if not p.codec.lossy]
+    exempt = list(dict.fromkeys(p.name for p in parameters if not p.codec.lossy))
     if exempt:
         shown = ", ".join(exempt[:4]) + (f", and {len(exempt) - 4} more" if len(exempt) > 4 else "")
         lines.append(f"  exempt from compression: {shown}")
@@ -119,9 +119,14 @@ def _workspace_lines(workspace: dict[str, int], running: Running) -> list[str]:
         return []
     nodes = running.exchange.nodes
     receives = "one for both" if workspace["shared_receive"] else "2"
-    if running.collective == "reduce_scatter":
+    if running.collective != "all_reduce":
         receives = "1"
+    if running.config.keep_gathered:
+        receives = "0"
     own = workspace["own_message_bytes"]
+    to_owners = ""
+    if running.collective != "all_gather":
+        to_owners = f"{workspace['send_bytes'] / 2**20:.2f} MiB to owners, "
     received = f"{receives} x {running.world_size} ranks x {longest / 2**20:.3f} MiB received"
     if not nodes.is_flat:
         siblings = len(nodes.members[nodes.of(running.rank)[0]])
@@ -133,6 +138,6 @@ def _workspace_lines(workspace: dict[str, int], running: Running) -> list[str]:
             f"{workspace['dense_bytes'] / 2**20:.2f} MiB of gradients of {siblings} ranks"
         )
     return [
-        f"    {workspace['slots']} chunks in flight: {workspace['send_bytes'] / 2**20:.2f} MiB to "
-        f"owners, {received}" + (f", {own / 2**20:.3f} MiB sent to all" if own else "")
+        f"    {workspace['slots']} chunks in flight: {to_owners}{received}"
+        + (f", {own / 2**20:.3f} MiB sent to all" if own else "")
     ]

@@ -60,6 +60,7 @@ class Running:
         nodes: which ranks share a machine; until they have met, none.
         exchange: which one runs between them; until they have met, the flat one.
         recovery_hint: for people, what to do after an error has ended the engine.
+        collective: of every bucket: "all_reduce", "reduce_scatter" or "all_gather".
         engine: None if every bucket passes through.
         retired: sums of the counters of earlier engines.
         retired_steps: how many steps these took.
@@ -82,6 +83,7 @@ class Running:
     nodes: Nodes
     exchange: Exchange
     recovery_hint: str
+    collective: str = "all_reduce"
     engine: _native.BucketEngine | None = None
     retired: Counter[str] = field(default_factory=Counter)
     retired_steps: int = 0
@@ -130,19 +132,14 @@ class Running:
         return json.dumps(kept, sort_keys=True)
 
     @property
-    def collective(self) -> str:
-        """The collective of every bucket: "all_reduce" or "reduce_scatter"."""
-        scatters = any(parameter.owner is not None for parameter in self.parameters)
-        return "reduce_scatter" if scatters else "all_reduce"
-
-    @property
     def ring_share(self) -> float:
         """Bytes that this rank's share of an uncompressed ring has, for each byte of gradients.
 
-        All elements but those of one rank pass every rank: once in a reduce-scatter, twice in an
-        all-reduce. A ring leaves each node at one rank, which sends for all ranks of the node.
+        All elements but those of one rank pass every rank: once in a reduce-scatter or an
+        all-gather, twice in an all-reduce. A ring leaves each node at one rank, which sends for all
+        ranks of the node.
         """
-        passes = 1 if self.collective == "reduce_scatter" else 2
+        passes = 2 if self.collective == "all_reduce" else 1
         siblings = next(each for each in self.exchange.nodes.members if self.rank in each)
         return passes * (self.world_size - 1) / self.world_size / len(siblings)
 
@@ -398,6 +395,7 @@ def propose(
     *,
     known_as: Sequence[torch.Tensor | None] | None = None,
     owners: Sequence[int | None] | None = None,
+    collective: str = "all_reduce",
 ) -> Running:
     """The configuration of this rank, without an engine yet, for comparison with other ranks.
 
@@ -410,7 +408,9 @@ def propose(
         recovery_hint: as in `Running`.
         known_as: what optimizers and users have instead of these tensors, which are parts of it;
             None: the tensors themselves, or nothing instead of one of them.
-        owners: in a reduce-scatter, the rank that gets the mean of each tensor; None: all ranks.
+        owners: of each tensor the rank that gets its mean in a reduce-scatter, or has it in an
+            all-gather; None: all ranks.
+        collective: see `Running`.
 
     Raises:
         ConfigError: a parameter's device or dtype has no codec, or parameters are on several
@@ -455,6 +455,7 @@ def propose(
         nodes=alone,
         exchange=Exchange(alone, "ranks have not met"),
         recovery_hint=recovery_hint,
+        collective=collective,
     )
 
 

@@ -25,9 +25,8 @@ class Counting(Protocol):
     def stats(self) -> Mapping[str, Any]:
         """See `Averaging.stats`."""
 
-    @property
-    def _ring_share(self) -> float:
-        """See `Running.ring_share`."""
+    def _ring_bytes(self) -> float:
+        """See `Averaging._ring_bytes`."""
 
 
 # Keys of stats() that are sums over steps; their increase is the number of one step.
@@ -69,24 +68,19 @@ def zeros() -> dict[str, Any]:
     return {**dict.fromkeys(_COUNTERS, 0), **times, "step_buckets": []}
 
 
-def ratio(counts: Mapping[str, Any], ring_share: float) -> float:
-    """Bytes of an uncompressed ring, divided by those sent; 0.0 if none were sent.
-
-    Args:
-        counts: of these.
-        ring_share: see `Running.ring_share`.
-    """
-    ring = ring_share * float(counts["gradient_bytes"])
-    return ring / counts["wire_bytes"] if counts["wire_bytes"] else 0.0
+def ratio(ring_bytes: float, wire_bytes: int) -> float:
+    """Bytes of an uncompressed ring, divided by those sent; 0.0 if none were sent."""
+    return ring_bytes / wire_bytes if wire_bytes else 0.0
 
 
 def call_with_numbers(state: Counting, callback: StepCallback) -> RemovableHandle:
     """See `HookState.on_step`."""
     weak_state = weakref.ref(state)
     before: Mapping[str, Any] = state.stats()
+    ring_before = state._ring_bytes()
 
     def after_step(optimizer: Optimizer) -> None:
-        nonlocal before
+        nonlocal before, ring_before
         state = weak_state()
         if state is None:
             return
@@ -95,13 +89,13 @@ def call_with_numbers(state: Counting, callback: StepCallback) -> RemovableHandl
         # The optimizer of another model, or buckets that are not complete.
         if step["buckets"] + step["fallbacks"] == 0 or now["in_flight"]:
             return
-        before = now
+        before, last_ring, ring_before = now, ring_before, state._ring_bytes()
         ratios = {key: now[key] for key in _RATIOS}
         callback(
             {
                 "step": now["total_steps"] - 1,
                 **step,
-                "ratio": ratio(step, state._ring_share),
+                "ratio": ratio(ring_before - last_ring, step["wire_bytes"]),
                 **ratios,
             }
         )
@@ -155,6 +149,7 @@ class Stats(_Counters, total=False):
     """
 
     packing_bytes: int  # of a Reducer
+    exchanges: dict[str, dict[str, Any]]  # of a fsdp.ShardedState
 
 
 # Index, owner, callback.

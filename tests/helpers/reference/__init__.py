@@ -24,7 +24,11 @@ from .message import (
     message_checksum,
     word_sum,
 )
-from .reduce_scatter import ReferenceReduceScatter, scattered_bytes_per_step
+from .reduce_scatter import (
+    ReferenceReduceScatter,
+    gathered_bytes_per_step,
+    scattered_bytes_per_step,
+)
 from .scalars import DTYPES, narrow, widen
 
 __all__ = [
@@ -48,6 +52,7 @@ __all__ = [
     "decode_tensor",
     "encode_tensor",
     "find_codec",
+    "gathered_bytes_per_step",
     "message_checksum",
     "narrow",
     "scattered_bytes_per_step",

@@ -105,21 +105,7 @@ def scattered_bytes_per_step(
     """What each rank sends to others in a step. sizes, codecs, owners: of the parameters."""
     sent = [0] * world_size
     for bucket in buckets:
-        queues: dict[int, list[tuple[int, int]]] = {}  # by owner: place in the bucket, bytes
-        place = 0
-        for index in bucket:
-            for begin in range(0, sizes[index], TILE_ELEMENTS):
-                n = min(TILE_ELEMENTS, sizes[index] - begin)
-                payload = find_codec(codecs[index]).payload_bytes(n, dtype, WORKER)
-                queues.setdefault(owners[index], []).append((place, payload))
-                place += 1
-        chunks: list[list[int]] = []  # payload bytes by owner
-        for turn in range(max(map(len, queues.values()), default=0)):
-            tiles = [(*queue[turn], owner) for owner, queue in queues.items() if turn < len(queue)]
-            for _, payload, owner in sorted(tiles):
-                if not chunks or chunks[-1][owner] + payload > chunk_bytes:
-                    chunks.append([0] * world_size)
-                chunks[-1][owner] += payload
+        chunks = _chunks_in_turns(sizes, codecs, owners, bucket, world_size, chunk_bytes, dtype)
         for rank in range(world_size):
             for chunk in chunks:
                 sent[rank] += sum(
@@ -127,3 +113,49 @@ def scattered_bytes_per_step(
                 )
             sent[rank] += bool(chunks) * (world_size - 1) * HEADER_BYTES  # commits
     return sent
+
+
+def gathered_bytes_per_step(
+    sizes: Sequence[int],
+    codecs: Sequence[str],
+    owners: Sequence[int],
+    buckets: Sequence[Sequence[int]],
+    world_size: int,
+    chunk_bytes: int = CHUNK_BYTES,
+    dtype: str = "float32",
+) -> int:
+    """What each rank sends to others when all buckets are all-gathered on a host."""
+    sent = 0
+    for bucket in buckets:
+        chunks = _chunks_in_turns(sizes, codecs, owners, bucket, world_size, chunk_bytes, dtype)
+        sent += sum(HEADER_BYTES + max(chunk) for chunk in chunks)
+        sent += bool(chunks) * HEADER_BYTES  # commits
+    return sent * (world_size - 1)
+
+
+def _chunks_in_turns(
+    sizes: Sequence[int],
+    codecs: Sequence[str],
+    owners: Sequence[int],
+    bucket: Sequence[int],
+    world_size: int,
+    chunk_bytes: int,
+    dtype: str,
+) -> list[list[int]]:
+    """Payload bytes by owner, of each chunk."""
+    queues: dict[int, list[tuple[int, int]]] = {}  # by owner: place in the bucket, bytes
+    place = 0
+    for index in bucket:
+        for begin in range(0, sizes[index], TILE_ELEMENTS):
+            n = min(TILE_ELEMENTS, sizes[index] - begin)
+            payload = find_codec(codecs[index]).payload_bytes(n, dtype, WORKER)
+            queues.setdefault(owners[index], []).append((place, payload))
+            place += 1
+    chunks: list[list[int]] = []
+    for turn in range(max(map(len, queues.values()), default=0)):
+        tiles = [(*queue[turn], owner) for owner, queue in queues.items() if turn < len(queue)]
+        for _, payload, owner in sorted(tiles):
+            if not chunks or chunks[-1][owner] + payload > chunk_bytes:
+                chunks.append([0] * world_size)
+            chunks[-1][owner] += payload
+    return chunks

@@ -25,6 +25,7 @@ FILES = (
     "test_streams_training.py",
     "test_streams_safety.py",
     "test_fsdp2_device.py",
+    "test_fsdp2_gathers_device.py",
     "test_reducer.py",
     "test_loss_scales.py",
     "test_compressed_warmup.py",
@@ -34,7 +35,7 @@ FILES = (
 # What only the fake device has.
 ONLY_FAKE = re.compile(
     r"counters\(|omit_wait|set_prices|set_capturing|\.backends\[|last_made|case_launches"
-    r"|Watched\(|torch\.device\(\"fake\"|def case_abandon_alone|def case_loss_scale_goes_first"
+    r"|Watched(?:Gathers)?\(|torch\.device\(\"fake\"|def case_abandon_alone|def case_loss_scale_goes_first"
 )
 CASE = re.compile(r"\bcase_\w+")
 

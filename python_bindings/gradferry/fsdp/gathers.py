@@ -1,0 +1,230 @@
+"""What FSDP2 calls to gather the parameters of a module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+
+from gradferry import _native
+from gradferry.errors import GradferryError
+from gradferry.fsdp.hooks import ModuleHook, ReduceScatterHook
+from gradferry.fsdp.model import ShardedModule
+from gradferry.reduction.running import Running
+
+_BACKWARD = "PRE_BACKWARD"
+Result = TypeVar("Result")
+
+
+class Gathers:
+    """The passes of a model in which its parameters are gathered.
+
+    On a host the result of a gather is used before the commits of all ranks have come, so that
+    these travel meanwhile: an error that only another rank has seen is raised by the next gather,
+    or by `settle`, before a reduce-scatter and at the end of a pass.
+
+    Attributes:
+        exact: whether FSDP2 itself gathers, for now.
+        others: exchanges that end with this one.
+    """
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self.exact = False
+        self.others: Sequence[Running] = ()
+
+    def settle(self) -> None:
+        """Waits until all ranks have said that what they gathered, and used, is right.
+
+        Raises:
+            GradferryError: it is not, the same on all ranks.
+        """
+        running = self._running
+        if running.engine is not None and running.transport.on_host:
+            self.end_others_after(running.engine.settle)
+
+    def end_others_after(self, act: Callable[[], Result]) -> Result:
+        """Acts. An error ends the other exchanges, too, for whose messages ranks may wait."""
+        try:
+            return act()
+        except GradferryError as error:
+            for running in self.others:
+                if running.engine is not None:
+                    running.engine.fail(str(error))
+            raise
+
+    def watch(self, model: nn.Module) -> None:
+        """Settles at the end of every forward pass from now on."""
+        model.register_forward_hook(lambda *_: self.settle())
+
+    def note_backward(self) -> None:
+        """A gather has begun in a backward pass, at whose end it settles."""
+        Variable._execution_engine.queue_callback(self.settle)
+
+
+class GatherHook(ModuleHook):
+    """Gathers the parameters of all ranks. What ``set_custom_all_gather`` takes.
+
+    Every rank decodes the messages of all ranks, its own included, so that all compute with the
+    same parameters. FSDP2 hands over a copy of this rank's: the parameters themselves do not
+    change.
+
+    Args:
+        running: with its engine started.
+        module: whose parameters are gathered.
+        number: of that module.
+        calls: of the engine; None without one.
+        gathers: of the model.
+        first: number of the module's first parameter, as the engine counts.
+    """
+
+    def __init__(
+        self,
+        running: Running,
+        module: ShardedModule,
+        number: int,
+        calls: _native.AllReducer | None,
+        gathers: Gathers,
+        first: int,
+    ) -> None:
+        super().__init__(running, module, number, calls)
+        self._gathers = gathers
+        size = len(module.gathered) * running.world_size
+        self._indices = list(range(first, first + size))
+        self._own_elements = sum(shard.size.numel() for shard in module.gathered)
+        self._is_kept = False  # what was gathered last
+
+    def set(self) -> None:
+        self._default = self._module.replace_all_gather(self)
+        reduces = isinstance(self._module.reduce_scatter, ReduceScatterHook)
+        if self._running.transport.on_host and not reduces:
+            self._module.wrap_reduce_scatter(lambda comm: _Settled(comm, self._gathers))
+
+    def is_set(self) -> bool:
+        return self._module.all_gather is self
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for what is gathered."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gathers into `output_tensor`.
+
+        Args:
+            output_tensor: flat; the shards of every rank.
+            input_tensor: flat; this rank's, in its place of `output_tensor`.
+            group: of the ranks.
+            async_op: whether the caller may go on at once.
+
+        Returns:
+            What FSDP2 waits for before it uses the parameters; None: the current stream does.
+        """
+        self.count += 1
+        engine = self._running.engine
+        if engine is None or self._gathers.exact or self._module.gathers_again:
+            if not self._module.gathers_again:
+                self._is_kept = False
+            self.passed += 1
+            work: dist.Work | None = self._default(
+                output_tensor=output_tensor,
+                input_tensor=input_tensor,
+                group=group,
+                async_op=async_op,
+            )
+            return work
+        self._expect_unchanged(input_tensor, group)
+        backward = self._module.gathers_for == _BACKWARD
+        if backward and self._is_kept:
+            answer = functools.partial(engine.decode_kept, self._indices, output_tensor)
+            if self._gathers.end_others_after(answer):
+                return None
+        return self._gather(output_tensor, input_tensor, backward=backward)
+
+    def _gather(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *, backward: bool
+    ) -> dist.Work | None:
+        own = output_tensor.view(self._running.world_size, -1)[self._running.rank]
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor)
+        if backward:
+            self._gathers.note_backward()
+        assert self._calls is not None
+        pending = self._calls.start([(self._indices, output_tensor)], in_background=False)
+        self._is_kept = self._running.config.keep_gathered
+        if self._running.transport.on_host:
+            return _Gathering(pending, self._gathers)
+        self._gathers.end_others_after(pending.wait)
+        return None
+
+    def _expect_unchanged(self, given: torch.Tensor, group: dist.ProcessGroup) -> None:
+        running, name = self._running, self._module.name
+        if group.group_name != running.group_name:
+            self._fail(
+                f"{name!r} is gathered in process group {group.group_name!r}, and was sharded over "
+                f"{running.group_name!r} at attach; attach after the last fully_shard"
+            )
+        expected = running.parameters[self._indices[0]].dtype
+        if given.dtype != expected:
+            self._fail(
+                f"the parameters of {name!r} are gathered in {given.dtype}, and at attach the "
+                f"mixed precision policy said {expected}; attach after the last change to it and "
+                "to the dtypes of parameters"
+            )
+        if given.numel() != self._own_elements:
+            self._fail(
+                f"{name!r} gathers {given.numel()} elements of this rank, and had "
+                f"{self._own_elements} at attach; attach after the last change to the model"
+            )
+
+
+class _Gathering(dist.Work):
+    """What FSDP2 waits for, so that a gather that it begins early travels meanwhile."""
+
+    def __init__(self, pending: _native.PendingAllReduce, gathers: Gathers) -> None:
+        super().__init__()
+        self._pending = pending
+        self._gathers = gathers
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._gathers.end_others_after(self._pending.wait)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._pending.is_completed()
+
+
+class _Settled:
+    """FSDP2's reduce-scatter, or the user's, which a rank that has found an error does not come to:
+    the others must hear of it before they wait there.
+    """
+
+    def __init__(self, comm: Any, gathers: Gathers) -> None:
+        self._comm = comm
+        self._gathers = gathers
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for what is reduced."""
+        made: torch.Tensor = self._comm.allocate(size, dtype=dtype, device=device)
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        """Reduces."""
+        self._gathers.settle()
+        work: dist.Work | None = self._comm(*args, **kwargs)
+        return work
