@@ -101,7 +101,7 @@ World take_world(Bytes& input) {
                   .most_slots = 1 + input.below(8),
                   .gathers_in_place = input.flip(),
                   .siblings_share = input.flip() && !nodes.is_flat(),
-                  .gathers = !scatters};
+                  .collective = world.options.collective};
   return world;
 }
 
@@ -172,7 +172,7 @@ void check_elements(const World& world, const std::vector<Rank>& ranks) {
     ASSERT_TRUE(!nodes.is_flat() || encoded.cover(n));
     ASSERT_TRUE(nodes.is_flat() || pieces.cover(n));
     ASSERT_TRUE(nodes.is_flat() || in_column == of_encode);
-    ASSERT_TRUE(decoded.cover(world.limits.gathers ? n : 0));
+    ASSERT_TRUE(decoded.cover(gathers(world.limits.collective) ? n : 0));
   }
   ASSERT_TRUE(reduced.cover(n));
 }
@@ -251,7 +251,7 @@ void check_fits(const World& world, const Rank& rank, const Workspace& space) {
       const Shard& own = chunk.shards[nodes.node_of(rank.layout.rank())];
       ASSERT_LE(uint64_t{nodes.num_nodes()} * own.scatter_bytes, space.receive_bytes);
     }
-    if (!world.limits.gathers) continue;
+    if (!gathers(world.limits.collective)) continue;
     for (const Column& column : chunk.columns) {
       ASSERT_LE(column.gather_message_bytes, space.message_bytes);
       dense += kHeaderBytes + uint64_t{column.num_elements} * item_bytes(chunk.dtype);
@@ -287,7 +287,7 @@ void run(Bytes input) {
       for (uint32_t node = 0; node < nodes.num_nodes() && nodes.is_leader(r); ++node) {
         check_scatter(world, ranks, r, c, node);
       }
-      if (world.limits.gathers) check_gather(world, ranks, r, c);
+      if (gathers(world.limits.collective)) check_gather(world, ranks, r, c);
     }
     try {
       check_fits(world, ranks[r],

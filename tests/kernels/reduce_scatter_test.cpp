@@ -172,7 +172,7 @@ TEST(ReduceScatter, WorkspaceHasNoRoomForWhatIsNotGathered) {
                                .other_bytes = 0,
                                .most_slots = 4,
                                .gathers_in_place = true,
-                               .gathers = false};
+                               .collective = Collective::kReduceScatter};
   const Workspace workspace = plan_workspace(layout, 32768, limits);
   EXPECT_EQ(workspace.slots, 4);
   EXPECT_EQ(workspace.gathered_bytes + workspace.own_message_bytes, 0);
