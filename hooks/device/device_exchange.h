@@ -24,7 +24,7 @@ class DeviceExchange {
   // `other_bytes`: what else of the engine's counts as workspace.
   DeviceExchange(DeviceContext& context, uint64_t other_bytes);
 
-  // Enqueues everything from encode to the mean in the bucket. E already waits for the gradient.
+  // Enqueues everything from encode to the result in the bucket. E already waits for the gradient.
   void average(DeviceJob& job);
   // The same as ChunkCodecs::deliver_alone(), on E alone.
   void deliver_alone(DeviceJob& job);
@@ -38,7 +38,7 @@ class DeviceExchange {
   struct DeviceSlot {
     DeviceBuffer dense_send, dense_receive;  // between siblings
     DeviceBuffer scatter_send, scatter_receive, gather_send;
-    DeviceBuffer gathered;  // what decode reads
+    DeviceBuffer gathered;  // what decode reads; this and gather_send: not in a reduce-scatter
     c10::Event free;        // recorded on F when E may use the slot again
   };
   struct ChunkJob {
@@ -53,7 +53,7 @@ class DeviceExchange {
   };
 
   bool freed_by_decode(const DeviceChunk& planned) const {
-    return planned.worker_residual || slots_.size() == 1 || !scatters(options_.collective);
+    return planned.worker_residual || slots_.size() == 1 || !scatters_;
   }
   DeviceSlot make_slot(const Workspace& workspace) const;
   Behind stages() const;
@@ -61,8 +61,10 @@ class DeviceExchange {
   void send_to_siblings(DeviceJob& job, ChunkJob& chunk);
   void sum(DeviceJob& job, ChunkJob& chunk);
   void send(DeviceJob& job, ChunkJob& chunk);
-  void encode(const DeviceJob& job, const ChunkJob& chunk, const DeviceBuffer& out) const;
+  void encode(const DeviceJob& job, const ChunkJob& chunk, Phase phase,
+              const DeviceBuffer& out) const;
   void reduce(DeviceJob& job, ChunkJob& chunk);
+  void accumulate(DeviceJob& job, ChunkJob& chunk);
   void post_gather(ChunkJob& chunk, const c10::Stream& stream);
   void forward(DeviceJob& job, ChunkJob& chunk);
   void decode(DeviceJob& job, ChunkJob& chunk);
@@ -79,12 +81,13 @@ class DeviceExchange {
   DeviceContext& context_;
   const EngineOptions& options_;
   const Nodes& nodes_;
+  const bool scatters_, gathers_;
   const uint32_t local_index_;  // of this rank
   uint32_t sum_begin_ = 0;
   std::vector<DeviceSlot> slots_;
   at::Tensor encode_progress_, finish_progress_;  // E's and F's: ChunkProgress
   at::Tensor verdicts_, sibling_verdicts_;        // uint32_t per message
-  at::Tensor flags_;  // uint32_t per tile of a chunk, on the stream that decodes
+  at::Tensor flags_;  // uint32_t per tile of a chunk, on the stream that writes the bucket
 };
 
 }  // namespace gradferry
