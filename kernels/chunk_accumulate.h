@@ -73,16 +73,24 @@ GRADFERRY_DEVICE uint32_t accumulate_block(const AccumulateChunkCall& call, cons
 GRADFERRY_DEVICE void conclude(const AccumulateChunkCall& call, bool refused) {
   GRADFERRY_SHARED(Minima, nonfinite_minima);
   const ChunkBatch& chunk = call.chunk;
+  const Envelope& own = chunk.envelope;
   const uint32_t nonfinite = first_tile(nonfinite_minima, chunk, [&](uint32_t i) {
     return refused || (call.flags[i] & kTileNonFinite) != 0;
   });
   if (threadIdx.x == 0) {
     if (const uint32_t corrupt = chunk.progress->corrupt_tiles; corrupt != 0) {
-      note(call.findings, {WireStatus::kCorruptPayload, Phase::kScatter, chunk.envelope.rank,
-                           chunk.envelope.step, chunk.envelope.chunk, 0, corrupt});
+      note(call.findings, {WireStatus::kCorruptPayload, Phase::kScatter, own.rank, own.step,
+                           own.chunk, 0, corrupt});
       chunk.progress->corrupt_tiles = 0;
     }
-    if (nonfinite != kNoTile) note_nonfinite(chunk.tiles[nonfinite].tile, call.findings);
+    if (nonfinite != kNoTile) {
+      const Tile& tile = chunk.tiles[nonfinite].tile;
+      note_nonfinite(tile, call.findings);
+      if (call.nonfinite_is_fault) {
+        note(call.findings, {WireStatus::kNonFiniteMean, Phase::kScatter, own.rank, own.step,
+                             own.chunk, 0, tile.id});
+      }
+    }
   }
   for (uint32_t i = 0; refused && i < chunk.num_tiles; ++i) {
     fill_nan(call.gradient, chunk.tiles[i].tile, chunk.dtype);

@@ -287,7 +287,8 @@ void DeviceExchange::accumulate(DeviceJob& job, ChunkJob& chunk) {
        .received = received_in(job, planned.scatter.received, slot.scatter_receive, verdicts_),
        .gradient = job.gradient.mutable_data_ptr(),
        .flags = words(flags_),
-       .findings = context_.findings_on_device()});
+       .findings = context_.findings_on_device(),
+       .nonfinite_is_fault = options_.raise_nonfinite});
   chunk.slot->free.record(context_.finish_stream);
 }
 

@@ -84,13 +84,13 @@ void load_chunk_kernels(const DeviceContext& context, const Scratch& scratch, ui
   kernels.encode({chunk, scratch.part(3), nullptr, residual, messages, 1, scratch.part(2)});
   auto* flags = scratch.as<uint32_t>(10);
   if (!gathers(context.options.collective)) {
-    kernels.accumulate({chunk, received, scratch.part(3), flags, findings});
+    kernels.accumulate({chunk, received, scratch.part(3), flags, findings, false});
     return;
   }
   kernels.reduce(
       {chunk, received, nullptr, residual, 0, scratch.part(6), findings, {}, 0, nullptr});
-  kernels.decode({chunk, received, scratch.part(6), scratch.part(3), residual,
-                  flags, findings, scratch.as<uint32_t>(13)});
+  kernels.decode({chunk, received, scratch.part(6), scratch.part(3), residual, flags, findings,
+                  scratch.as<uint32_t>(13)});
 }
 
 void load_node_kernels(const DeviceContext& context, const Scratch& scratch) {

@@ -148,13 +148,15 @@ struct DecodeChunkCall {
 // Checks the received messages and replaces the tiles by the means of their payloads, as
 // Codec::accumulate does, with a divisor of num_messages; payload_offset counts from the end of a
 // header. If a message is refused, all tiles become NaN in `gradient`. A tile found corrupt is a
-// fault, and the first tile that is not finite is stored in `findings`.
+// fault, and the first tile that is not finite is stored in `findings`: on request as a fault, too,
+// since no other rank sees it.
 struct AccumulateChunkCall {
   ChunkBatch chunk;
   ReceivedMessages received;
   void* gradient;
   uint32_t* flags;  // scratch memory: one entry per tile
   Findings* findings;
+  bool nonfinite_is_fault;
 };
 
 struct ChunkKernels {

@@ -259,6 +259,9 @@ void accumulate(const AccumulateChunkCall& call) {
     if (refused) fill_nan(call.gradient, tile, chunk.dtype);
     if (!refused && (call.flags[i] & kTileNonFinite) == 0) continue;
     if (call.findings->nonfinite_tile == 0) call.findings->nonfinite_tile = 1 + tile.id;
+    if (!call.nonfinite_is_fault) continue;
+    note(*call.findings, with_phase(chunk.envelope, Phase::kScatter), chunk.envelope.rank,
+         {WireStatus::kNonFiniteMean, 0, tile.id});
   }
 }
 

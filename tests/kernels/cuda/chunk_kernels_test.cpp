@@ -214,11 +214,19 @@ TEST_P(DamagedChunks, AccumulateNotesTheFirstTileThatIsNotFinite) {
   values[run.decoded(3).tile.gradient_offset] = NAN;
   run.set_gradient(1, values);
   run.until_reduce();
-  for (uint32_t rank = 0; rank < 3; ++rank) {
-    run.findings = {};
-    run.accumulate(rank);
-    EXPECT_EQ(run.findings.status, 0u);
-    EXPECT_EQ(run.findings.nonfinite_tile, std::vector<uint64_t>({103, 104, 0})[rank]);
+  const std::vector<uint64_t> tiles = {102, 103, 0};  // by rank; the last one owns none
+  for (const bool is_fault : {false, true}) {
+    run.nonfinite_is_fault = is_fault;
+    for (uint32_t rank = 0; rank < 3; ++rank) {
+      run.findings = {};
+      run.accumulate(rank);
+      const bool expected = is_fault && tiles[rank] != 0;
+      EXPECT_EQ(run.findings.nonfinite_tile, tiles[rank] == 0 ? 0 : tiles[rank] + 1);
+      EXPECT_EQ(run.findings.status,
+                static_cast<uint32_t>(expected ? WireStatus::kNonFiniteMean : WireStatus::kOk));
+      EXPECT_EQ(run.findings.rank, expected ? rank : 0);
+      EXPECT_EQ(run.findings.received, expected ? tiles[rank] : 0);
+    }
   }
 }
 

@@ -199,7 +199,8 @@ class ChunkRun {
          {messages.data(), num_ranks(), r.scattered.data(), verdicts.data()},
          r.gradient.data(),
          flags.data(),
-         &findings});
+         &findings,
+         nonfinite_is_fault});
     expect_clean();
   }
 
@@ -269,6 +270,7 @@ class ChunkRun {
   ChunkSetup setup;
   const DeviceLibrary* used_library;
   Phase sealed = Phase::kScatter;  // by encode
+  bool nonfinite_is_fault = false;
   // Where ranks have siblings.
   ReceivedMessages from_siblings{};
   std::byte* forward = nullptr;

@@ -195,7 +195,7 @@ void accumulate_chunk(const AccumulateChunkCall& call) {
   const GpuCopy findings(call.findings, 1);
   cuda_library().chunks.accumulate({chunk.chunk, received.received,
                                     gradient_of(gradient, call.chunk.dtype), flags.get(),
-                                    findings.get()});
+                                    findings.get(), call.nonfinite_is_fault});
 }
 
 // What calls for siblings share, on the GPU. `Call`: PackCall or SumCall.
@@ -280,11 +280,12 @@ void commit(const CommitCall& call) {
 }  // namespace
 
 const DeviceLibrary& kernels_under_test() {
-  static const DeviceLibrary library{kDeviceLibraryVersion,
-                                     {&encode_chunk, &reduce_chunk, &decode_chunk, &accumulate_chunk},
-                                     {&pack, &sum},
-                                     {&take_back, &rescale, &scale, &commit},
-                                     cuda_library().is_capturing};
+  static const DeviceLibrary library{
+      kDeviceLibraryVersion,
+      {&encode_chunk, &reduce_chunk, &decode_chunk, &accumulate_chunk},
+      {&pack, &sum},
+      {&take_back, &rescale, &scale, &commit},
+      cuda_library().is_capturing};
   return library;
 }
 
