@@ -49,7 +49,7 @@ void expect_possible(const ParameterSpec& parameter, Collective collective) {
 // Returns the options if the collective can do what they ask for. In a reduce-scatter only its
 // owner sees a mean, so nothing that another rank does can depend on it. In an all-gather nothing
 // is averaged, and what a rank receives is a function of the parameters alone.
-EngineOptions possible(EngineOptions options, c10::Device device) {
+EngineOptions possible(EngineOptions options) {
   for (const ParameterSpec& parameter : options.parameters) {
     expect_possible(parameter, options.collective);
   }
@@ -71,8 +71,8 @@ EngineOptions possible(EngineOptions options, c10::Device device) {
   refuse(options.find_unused_parameters,
          "find_unused_parameters; hand over zeros for parameters without a gradient");
   refuse(!options.nodes.is_flat(), "sums within nodes of several ranks; use nodes='flat'");
-  refuse(!gathers(options.collective) && !device.is_cpu(),
-         "engine for gradients on " + device.str() + "; they must be on the CPU");
+  // Alone, a rank owns everything.
+  if (options.world_size == 1) options.collective = Collective::kAllReduce;
   return options;
 }
 
@@ -80,7 +80,7 @@ EngineOptions possible(EngineOptions options, c10::Device device) {
 
 BucketEngine::BucketEngine(EngineOptions options, ParameterHashes hashes, c10::Device device,
                            bool exchanges)
-    : options_(possible(std::move(options), device)),
+    : options_(possible(std::move(options))),
       device_(device),
       exchanges_(exchanges),
       layout_(options_.parameters, options_.rank, options_.nodes),

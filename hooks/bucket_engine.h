@@ -70,8 +70,11 @@ class BucketEngine {
   // averages the parameters that this rank owns, and leaves the others as they are. Called in
   // bucket order, from one thread at a time, without the GIL. `used`: which parameters this rank
   // used in this pass; empty: all of them. Parameters that no rank used do not change. May block
-  // while earlier buckets are in flight. Throws Error(kConfig), Error(kState) or what goes wrong
-  // here, which ends the engine. An error that ended it before is that of `future`.
+  // while earlier buckets are in flight. On a device the caller of a reduce-scatter keeps
+  // `gradient` until the streams that wait for `future` are behind it: other Futures see to that
+  // themselves, but torch's allocator then reuses the memory later. Throws Error(kConfig),
+  // Error(kState) or what goes wrong here, which ends the engine. An error that ended it before is
+  // that of `future`.
   void run(const std::vector<uint32_t>& parameters, UsedMap used, const at::Tensor& gradient,
            const FuturePtr& future, c10::IValue value);
 

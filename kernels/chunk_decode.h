@@ -2,7 +2,7 @@
 // wrong.
 #pragma once
 
-#include "kernels/chunk_parts.h"
+#include "kernels/chunk_unusual.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
@@ -92,49 +92,29 @@ GRADFERRY_APART StatusPart decode_entry(const ChunkTile& entry, const ChunkCodec
   return part;
 }
 
-GRADFERRY_DEVICE void fill_nan(void* gradient, const Tile& tile, ScalarType dtype) {
-  const uint32_t item = item_bytes(dtype);
-  std::byte* first = static_cast<std::byte*>(gradient) + tile.gradient_offset * item;
-  for (uint32_t i = threadIdx.x; i < tile.num_elements; i += kTileThreads) {
-    std::byte* element = first + uint64_t{i} * item;
-    switch (dtype) {
-      case ScalarType::kFloat32: write(element, kNanBits); break;
-      case ScalarType::kBFloat16: write(element, uint16_t{0x7fc0}); break;
-      case ScalarType::kFloat16: write(element, uint16_t{0x7e00}); break;
-      case ScalarType::kFloat64: write(element, uint64_t{0x7ff8000000000000}); break;
-    }
-  }
-}
-
 // What is left to do if a message was refused or a tile is not finite: neither happens often.
 GRADFERRY_DEVICE void conclude(const DecodeChunkCall& call) {
-  constexpr uint32_t kNone = 0xffffffffu;
   GRADFERRY_SHARED(Minima, corrupt_minima);
   GRADFERRY_SHARED(Minima, nonfinite_minima);
   const ChunkBatch& chunk = call.chunk;
   const auto is_refused = [&](uint32_t i) {
     return call.received.num_messages != 0 && call.received.verdicts[chunk.tiles[i].message] != 0;
   };
-  uint32_t corrupt = kNone, nonfinite = kNone;
-  for (uint32_t i = threadIdx.x; i < chunk.num_tiles; i += kTileThreads) {
-    const bool refused = is_refused(i);
-    const uint32_t flags = call.flags[i];
-    if (!refused && (flags & kTileCorrupt) != 0 && i < corrupt) corrupt = i;
-    if ((refused || (flags & kTileNonFinite) != 0) && i < nonfinite) nonfinite = i;
-  }
-  corrupt = block_minimum(corrupt_minima, corrupt);
-  nonfinite = block_minimum(nonfinite_minima, nonfinite);
-  if (threadIdx.x == 0 && corrupt != kNone) {
+  const uint32_t corrupt = first_tile(corrupt_minima, chunk, [&](uint32_t i) {
+    return !is_refused(i) && (call.flags[i] & kTileCorrupt) != 0;
+  });
+  const uint32_t nonfinite = first_tile(nonfinite_minima, chunk, [&](uint32_t i) {
+    return is_refused(i) || (call.flags[i] & kTileNonFinite) != 0;
+  });
+  if (threadIdx.x == 0 && corrupt != kNoTile) {
     const uint32_t sender = call.received.num_messages == 0
                                 ? chunk.envelope.rank
                                 : call.received.messages[chunk.tiles[corrupt].message].rank;
     note(call.findings, {WireStatus::kCorruptPayload, Phase::kGather, sender, chunk.envelope.step,
                          chunk.envelope.chunk, 0, 1});
   }
-  if (threadIdx.x == 0 && nonfinite != kNone) {
-    if (call.findings->nonfinite_tile == 0) {
-      call.findings->nonfinite_tile = chunk.tiles[nonfinite].tile.id + 1;
-    }
+  if (threadIdx.x == 0 && nonfinite != kNoTile) {
+    note_nonfinite(chunk.tiles[nonfinite].tile, call.findings);
     if (call.step_nonfinite != nullptr) *call.step_nonfinite = 1;
   }
   for (uint32_t i = 0; i < chunk.num_tiles; ++i) {

@@ -40,10 +40,10 @@ __global__ void __launch_bounds__(kTileThreads, Codecs::kMinBlocks)
   if (threadIdx.x == 0) add_to(sums + job.entry.message, all.checksum);
   if (!is_last_block(&chunk.progress->blocks_done)) return;
 
-  const Envelope envelope = envelope_of(chunk, Phase::kScatter);
   for (uint32_t m = threadIdx.x; m < call.num_messages; m += kTileThreads) {
     const Message message = call.messages[m];
-    write_header(call.out + message.offset, make_header(envelope, message.payload_bytes, sums[m]));
+    write_header(call.out + message.offset,
+                 make_header(chunk.envelope, message.payload_bytes, sums[m]));
     sums[m] = 0;
   }
 }

@@ -44,10 +44,11 @@ const ChunkKernels& kernels_for(const ChunkBatch& chunk) {
 void encode(const EncodeChunkCall& call) { kernels_for(call.chunk).encode(call); }
 void reduce(const ReduceChunkCall& call) { kernels_for(call.chunk).reduce(call); }
 void decode(const DecodeChunkCall& call) { kernels_for(call.chunk).decode(call); }
+void accumulate(const AccumulateChunkCall& call) { kernels_for(call.chunk).accumulate(call); }
 
 }  // namespace
 
 extern const ChunkKernels chunk_kernels;
-const ChunkKernels chunk_kernels{&encode, &reduce, &decode};
+const ChunkKernels chunk_kernels{&encode, &reduce, &decode, &accumulate};
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

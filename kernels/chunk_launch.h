@@ -1,6 +1,7 @@
 // Sets of codecs that a chunk's tiles may have, each with kernels of its own, and their launchers.
 #pragma once
 
+#include "kernels/chunk_accumulate.h"
 #include "kernels/chunk_decode.h"
 #include "kernels/chunk_encode.h"
 #include "kernels/chunk_reduce.h"
@@ -63,8 +64,15 @@ struct ChunkLauncher {
                                                  call.chunk.stream, call);
     });
   }
+  static void accumulate(const AccumulateChunkCall& call) {
+    const uint32_t num_blocks = call.chunk.num_tiles == 0 ? 1 : call.chunk.num_tiles;
+    with_chunk_dtype<Codecs>(call.chunk.dtype, [&]<ScalarType dtype>() {
+      launch<accumulate_chunk_kernel<Codecs, dtype == ScalarType::kFloat64>>(
+          num_blocks, kTileThreads, call.chunk.stream, call);
+    });
+  }
 
-  static constexpr ChunkKernels kernels() { return {&encode, &reduce, &decode}; }
+  static constexpr ChunkKernels kernels() { return {&encode, &reduce, &decode, &accumulate}; }
 };
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

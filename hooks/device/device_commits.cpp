@@ -108,9 +108,7 @@ void DeviceCommits::read_last() {
     ++context_.life.stats.host_waits;
   }
   const Verdict verdict = read_commit(options_.agreement(), bytes(result_), step, bucket);
-  if (verdict.fault) {
-    throw Error(kind_of(verdict.fault), describe(options_.peers->in_world(verdict)));
-  }
+  if (verdict.fault) throw error_of(verdict, step);
   uint64_t nonfinite_tile = 0;  // 1 + its id
   std::memcpy(&nonfinite_tile, bytes(result_) + sizeof(CommitRecord) * options_.world_size,
               sizeof(nonfinite_tile));
@@ -169,9 +167,16 @@ void DeviceCommits::expect_no_fault() const {
   const at::Tensor kept = context_.findings.cpu();
   const auto& found = *static_cast<const Findings*>(kept.const_data_ptr());
   if (const Fault fault = fault_of(found)) {
-    throw Error(ErrorKind::kProtocol,
-                describe(options_.peers->in_world(Verdict{fault, options_.rank, found.step})));
+    throw error_of({fault, options_.rank, found.step}, found.step);
   }
+}
+
+Error DeviceCommits::error_of(const Verdict& verdict, uint64_t step) const {
+  const Fault& fault = verdict.fault;
+  if (fault.status == WireStatus::kNonFiniteMean) {
+    return nonfinite_mean(context_.layout, fault.received, step, "was");
+  }
+  return {kind_of(fault), describe(options_.peers->in_world(verdict))};
 }
 
 }  // namespace gradferry

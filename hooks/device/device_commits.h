@@ -47,6 +47,8 @@ class DeviceCommits {
   void post(DeviceJob& job, uint64_t step);
   void check_parameters(DeviceJob& job);
   void note_fault(const Fault& fault, uint64_t step) const;
+  // The error for what a rank has found in step `step`.
+  Error error_of(const Verdict& verdict, uint64_t step) const;
 
   DeviceContext& context_;
   const EngineOptions& options_;

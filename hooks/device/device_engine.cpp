@@ -232,7 +232,12 @@ void DeviceEngine::exchange(DeviceJob& job) {
 void DeviceEngine::complete(DeviceJob& job) const {
   const c10::StreamGuard finish(context_.finish_stream);
   job.gradient.reset();
-  job.future->markCompleted(std::move(job.value));
+  // A Future registers storages with the streams that wait for it: here not the gradient's.
+  std::optional<std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>> registered;
+  if (!gathers(options_.collective)) {
+    registered.emplace({context_.findings.storage().getWeakStorageImpl()});
+  }
+  job.future->markCompleted(std::move(job.value), std::move(registered));
 }
 
 // On E, which has waited for F: in a pass that was abandoned nobody waits for its Futures, so that

@@ -4,6 +4,8 @@
 //   F   check and reduce                      then the all-gather, on the backend's own stream
 //       check and decode into the bucket -> Future
 //
+// In a reduce-scatter F checks and accumulates into the bucket instead.
+//
 // Where nodes have several ranks E also packs what siblings sum, and sums, and F forwards what was
 // gathered.
 //

@@ -16,6 +16,8 @@ DeviceExchange::DeviceExchange(DeviceContext& context, uint64_t other_bytes)
     : context_(context),
       options_(context.options),
       nodes_(context.layout.nodes()),
+      scatters_(scatters(options_.collective)),
+      gathers_(gathers(options_.collective)),
       local_index_(nodes_.local_index(options_.rank)) {
   const c10::StreamGuard guard(context_.finish_stream);
   const bool exchanges = context_.transport != nullptr;
@@ -68,6 +70,7 @@ DeviceExchange::DeviceSlot DeviceExchange::make_slot(const Workspace& workspace)
     slot.dense_receive = context_.make_buffer(workspace.dense_receive_bytes);
   }
   slot.scatter_receive = context_.make_buffer(workspace.receive_bytes);
+  if (!gathers_) return slot;
   slot.gather_send = context_.make_buffer(workspace.own_message_bytes);
   slot.gathered = workspace.shared_receive ? slot.scatter_receive
                                            : context_.make_buffer(workspace.gathered_bytes);
@@ -80,7 +83,7 @@ DeviceExchange::DeviceSlot DeviceExchange::make_slot(const Workspace& workspace)
 // while a chunk is reduced.
 DeviceExchange::Behind DeviceExchange::stages() const {
   const auto behind = [&](size_t stage) { return std::min(stage, slots_.size() - 1); };
-  if (nodes_.is_flat()) return {0, behind(1), behind(1), behind(2)};
+  if (nodes_.is_flat()) return {0, behind(1), behind(1), behind(gathers_ ? 2 : 1)};
   return {behind(1), behind(2), behind(3), behind(4)};
 }
 
@@ -108,9 +111,12 @@ void DeviceExchange::average(DeviceJob& job) {
       }
     }
     if (is_due(behind.encode)) send(job, at_chunk(i - behind.encode));
-    if (is_due(behind.reduce)) reduce(job, at_chunk(i - behind.reduce));
+    if (scatters_ && is_due(behind.reduce)) {
+      ChunkJob& chunk = at_chunk(i - behind.reduce);
+      gathers_ ? reduce(job, chunk) : accumulate(job, chunk);
+    }
     if (is_due(behind.forward)) forward(job, at_chunk(i - behind.forward));
-    if (is_due(behind.decode)) decode(job, at_chunk(i - behind.decode));
+    if (gathers_ && is_due(behind.decode)) decode(job, at_chunk(i - behind.decode));
   }
 }
 
@@ -209,12 +215,12 @@ void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
   if (!nodes_.is_flat()) sum(job, chunk);
   const TimedRange timed("gradferry::encode", job.event.encode_ns);
   const DeviceSlot& slot = *chunk.slot;
-  if (!scatters(options_.collective)) {
-    encode(job, chunk, slot.gather_send);
+  if (!scatters_) {
+    encode(job, chunk, Phase::kGather, slot.gather_send);
     post_gather(chunk, context_.encode_stream);
     return;
   }
-  encode(job, chunk, slot.scatter_send);
+  encode(job, chunk, Phase::kScatter, slot.scatter_send);
   const DeviceScatter& scatter = chunk.chunk->scatter;
   chunk.scatter =
       context_.transport->all_to_all(Among::kPeers, slot.scatter_receive, scatter.receive_bytes,
@@ -222,7 +228,7 @@ void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
 }
 
 // The messages of a chunk of which no tile is this rank's to encode are headers alone.
-void DeviceExchange::encode(const DeviceJob& job, const ChunkJob& chunk,
+void DeviceExchange::encode(const DeviceJob& job, const ChunkJob& chunk, Phase phase,
                             const DeviceBuffer& out) const {
   const DeviceChunk& planned = *chunk.chunk;
   const Message* messages = job.plan->data(planned.scatter.sent);
@@ -231,7 +237,7 @@ void DeviceExchange::encode(const DeviceJob& job, const ChunkJob& chunk,
                          .num_pieces = 0,
                          .dtype = job.plan->plan().dtype,
                          .gradient = nullptr,
-                         .envelope = envelope(job, chunk, Phase::kScatter),
+                         .envelope = envelope(job, chunk, phase),
                          .messages = messages,
                          .num_messages = planned.scatter.sent.size,
                          .out = bytes(out),
@@ -239,8 +245,8 @@ void DeviceExchange::encode(const DeviceJob& job, const ChunkJob& chunk,
     return;
   }
   chunk_kernels().encode(
-      {.chunk = chunk_of(job, envelope(job, chunk, Phase::kScatter), planned.encode,
-                         encode_progress_, context_.encode_stream),
+      {.chunk = chunk_of(job, envelope(job, chunk, phase), planned.encode, encode_progress_,
+                         context_.encode_stream),
        .gradient = nodes_.is_flat() ? job.gradient.const_data_ptr() : sum_of(*chunk.slot),
        .gain = nullptr,
        .residual = context_.residuals->worker(),
@@ -252,7 +258,6 @@ void DeviceExchange::encode(const DeviceJob& job, const ChunkJob& chunk,
 // On F. Messages that cannot be trusted get a verdict, and reduce still processes them: to skip
 // them, the host would have to wait for the verdicts. A rank without peers checks its siblings'.
 void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
-  if (!scatters(options_.collective)) return;
   const DeviceChunk& planned = *chunk.chunk;
   const DeviceSlot& slot = *chunk.slot;
   const bool has_peers = nodes_.is_leader(options_.rank);
@@ -283,6 +288,24 @@ void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
   // received next lies where decode reads.
   if (!freed_by_decode(planned)) chunk.slot->free.record(context_.finish_stream);
   if (has_peers) post_gather(chunk, context_.finish_stream);
+}
+
+// On F, last in a reduce-scatter: the means replace this rank's part of the bucket, or NaN, as in
+// decode. What other ranks own is not touched, and no rank hears of this chunk before the commit.
+void DeviceExchange::accumulate(DeviceJob& job, ChunkJob& chunk) {
+  const DeviceChunk& planned = *chunk.chunk;
+  const DeviceSlot& slot = *chunk.slot;
+  context_.wait(job, chunk.scatter, Phase::kScatter, chunk.number, context_.finish_stream);
+  const TimedRange timed("gradferry::reduce", job.event.reduce_ns);
+  chunk_kernels().accumulate(
+      {.chunk = chunk_of(job, envelope(job, chunk, Phase::kScatter), planned.reduce,
+                         finish_progress_, context_.finish_stream),
+       .received = received_in(job, planned.scatter.received, slot.scatter_receive, verdicts_),
+       .gradient = job.gradient.mutable_data_ptr(),
+       .flags = words(flags_),
+       .findings = context_.findings_on_device(),
+       .nonfinite_is_fault = options_.raise_nonfinite});
+  chunk.slot->free.record(context_.finish_stream);
 }
 
 // Into the message to siblings, behind its header, or to where decode reads at once.

@@ -25,7 +25,7 @@ class DeviceExchange {
   // `other_bytes`: what else of the engine's counts as workspace.
   DeviceExchange(DeviceContext& context, uint64_t other_bytes);
 
-  // Enqueues everything from encode to the mean in the bucket. E already waits for the gradient.
+  // Enqueues everything from encode to the result in the bucket. E already waits for the gradient.
   void average(DeviceJob& job);
   // With keep_gathered: decodes what the last average() of the job's plan has gathered, on F alone,
   // which already waits for the gradient. There was one.
@@ -42,8 +42,9 @@ class DeviceExchange {
   struct DeviceSlot {
     DeviceBuffer dense_send, dense_receive;  // between siblings
     DeviceBuffer scatter_send, scatter_receive, gather_send;
-    DeviceBuffer gathered;  // what decode reads, unless that is kept
-    c10::Event free;        // recorded on F when E may use the slot again
+    // What decode reads, unless that is kept; this and gather_send: not in a reduce-scatter.
+    DeviceBuffer gathered;
+    c10::Event free;  // recorded on F when E may use the slot again
   };
   struct ChunkJob {
     const DeviceChunk* chunk;
@@ -64,7 +65,7 @@ class DeviceExchange {
   };
 
   bool freed_by_decode(const DeviceChunk& planned) const {
-    return planned.worker_residual || slots_.size() == 1 || !scatters(options_.collective);
+    return planned.worker_residual || slots_.size() == 1 || !scatters_;
   }
   DeviceSlot make_slot(const Workspace& workspace) const;
   Behind stages() const;
@@ -72,8 +73,10 @@ class DeviceExchange {
   void send_to_siblings(DeviceJob& job, ChunkJob& chunk);
   void sum(DeviceJob& job, ChunkJob& chunk);
   void send(DeviceJob& job, ChunkJob& chunk);
-  void encode(const DeviceJob& job, const ChunkJob& chunk, const DeviceBuffer& out) const;
+  void encode(const DeviceJob& job, const ChunkJob& chunk, Phase phase,
+              const DeviceBuffer& out) const;
   void reduce(DeviceJob& job, ChunkJob& chunk);
+  void accumulate(DeviceJob& job, ChunkJob& chunk);
   void post_gather(ChunkJob& chunk, const c10::Stream& stream);
   void forward(DeviceJob& job, ChunkJob& chunk);
   void decode(DeviceJob& job, ChunkJob& chunk);
@@ -93,13 +96,14 @@ class DeviceExchange {
   DeviceContext& context_;
   const EngineOptions& options_;
   const Nodes& nodes_;
+  const bool scatters_, gathers_;
   const uint32_t local_index_;  // of this rank
   uint32_t sum_begin_ = 0;
   std::vector<DeviceSlot> slots_;
   std::map<const DevicePlan*, Kept> kept_;
   at::Tensor encode_progress_, finish_progress_;  // E's and F's: ChunkProgress
   at::Tensor verdicts_, sibling_verdicts_;        // uint32_t per message
-  at::Tensor flags_;  // uint32_t per tile of a chunk, on the stream that decodes
+  at::Tensor flags_;  // uint32_t per tile of a chunk, on the stream that writes the bucket
 };
 
 }  // namespace gradferry

@@ -60,7 +60,8 @@ class ChunkTables {
         node_(nodes_.node_of(rank_)),
         column_(nodes_.local_index(rank_)),
         sum_begin_(sum_begin),
-        averages_(scatters(collective)) {
+        averages_(scatters(collective)),
+        gathers_(gathers(collective)) {
     chunk_.plan = &plan;
   }
 
@@ -69,13 +70,13 @@ class ChunkTables {
     if (averages_ && nodes_.is_leader(rank_)) add_peers();
     const Shard& own = plan_.shards[node_];
     if (!averages_) {
-      chunk_.scatter.sent = writer_.add<Message>({{0, own.owner_bytes, rank_, Phase::kScatter, 0}});
+      chunk_.scatter.sent = writer_.add<Message>({{0, own.owner_bytes, rank_, Phase::kGather, 0}});
     }
     if (nodes_.is_leader(rank_)) {
       chunk_.gather_payload_bytes = own.owner_bytes;
       chunk_.gather_message_bytes = plan_.columns[column_].gather_message_bytes;
     }
-    add_gathered();
+    if (gathers_) add_gathered();
     add_stages(codecs);
     return std::move(chunk_);
   }
@@ -134,15 +135,13 @@ class ChunkTables {
   }
 
   void add_gathered() {
-    // In an all-gather, that of what encode has sealed.
-    const Phase phase = averages_ ? Phase::kGather : Phase::kScatter;
     for (uint32_t c = 0; c < plan_.columns.size(); ++c) {
       const Column& column = plan_.columns[c];
       const std::vector<uint32_t> peers = nodes_.peers(c);
       const uint32_t begin = nodes_.is_flat() ? 0 : c * plan_.forward_bytes + kHeaderBytes;
       for (uint32_t p = 0; p < peers.size(); ++p) {
         const uint32_t message = begin + p * column.gather_message_bytes;
-        gathered_.push_back({message, column.owner_bytes[p], peers[p], phase, 0});
+        gathered_.push_back({message, column.owner_bytes[p], peers[p], Phase::kGather, 0});
       }
     }
     std::vector<Message> all = gathered_;
@@ -185,6 +184,7 @@ class ChunkTables {
   const Nodes& nodes_;
   const uint32_t rank_, node_, column_, sum_begin_;
   const bool averages_;            // not an all-gather
+  const bool gathers_;             // not a reduce-scatter
   std::vector<Message> gathered_;  // of owners
   DeviceChunk chunk_{};
 };

@@ -48,6 +48,7 @@ struct DeviceChunk {
   uint32_t gather_payload_bytes = 0;  // of the message that this rank sends
   uint32_t gather_message_bytes = 0;  // with its header and padding
   // What decode checks: the messages of all owners and, behind them, those that siblings forward.
+  // Empty in a reduce-scatter, as `decode` is.
   Table<Message> gathered;
 };
 

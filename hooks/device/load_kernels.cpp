@@ -62,7 +62,8 @@ class Scratch {
   at::Tensor memory_;
 };
 
-// Runs the kernels for chunks whose tiles have the codecs of these rows.
+// Runs the kernels for chunks whose tiles have the codecs of these rows, as far as the collective
+// uses them.
 void load_chunk_kernels(const DeviceContext& context, const Scratch& scratch, uint32_t rows,
                         ScalarType dtype) {
   const ChunkBatch chunk{.tiles = scratch.as<ChunkTile>(0),
@@ -81,10 +82,15 @@ void load_chunk_kernels(const DeviceContext& context, const Scratch& scratch, ui
   auto* residual = scratch.as<float>(5);
   const ChunkKernels& kernels = chunk_kernels();
   kernels.encode({chunk, scratch.part(3), nullptr, residual, messages, 1, scratch.part(2)});
+  auto* flags = scratch.as<uint32_t>(10);
+  if (!gathers(context.options.collective)) {
+    kernels.accumulate({chunk, received, scratch.part(3), flags, findings, false});
+    return;
+  }
   kernels.reduce(
       {chunk, received, nullptr, residual, 0, scratch.part(6), findings, {}, 0, nullptr});
-  kernels.decode({chunk, received, scratch.part(6), scratch.part(3), residual,
-                  scratch.as<uint32_t>(10), findings, scratch.as<uint32_t>(13)});
+  kernels.decode({chunk, received, scratch.part(6), scratch.part(3), residual, flags, findings,
+                  scratch.as<uint32_t>(13)});
 }
 
 void load_node_kernels(const DeviceContext& context, const Scratch& scratch) {

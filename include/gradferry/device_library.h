@@ -54,7 +54,7 @@ struct ChunkCodec {
 struct ChunkTile {
   Tile tile;
   uint32_t codec;         // index into ChunkBatch::codecs
-  uint32_t message;       // index of the message that holds it; in reduce, where all do: 0
+  uint32_t message;       // index of the message that holds it; 0 where all do
   uint32_t has_residual;  // 0 or 1: whether residual_offset means something
   // In decode: bytes from DecodeChunkCall::sent to the numbers that were encoded; 0: they are the
   // gradient's.
@@ -80,13 +80,14 @@ struct ChunkBatch {
   ScalarType dtype;
   bool hold_zero_tiles;  // as in TileBatch
   uint64_t seed;
-  Envelope envelope;  // of this rank; the phase is that of the call
+  Envelope envelope;  // of this rank; the phase matters to encode alone
   ChunkProgress* progress;
   Stream stream;
 };
 
 // Encodes the tiles at Stage::kWorker as Codec::encode does, with the residual of those that have
-// one, then writes the headers of `messages` into `out`. Without messages it only encodes.
+// one, then writes the headers of `messages` into `out`, in the phase of chunk.envelope. Without
+// messages it only encodes.
 struct EncodeChunkCall {
   ChunkBatch chunk;
   const void* gradient;
@@ -144,10 +145,25 @@ struct DecodeChunkCall {
   uint32_t* step_nonfinite;
 };
 
+// Checks the received messages and replaces the tiles by the means of their payloads, as
+// Codec::accumulate does, with a divisor of num_messages; payload_offset counts from the end of a
+// header. If a message is refused, all tiles become NaN in `gradient`. A tile found corrupt is a
+// fault, and the first tile that is not finite is stored in `findings`: on request as a fault, too,
+// since no other rank sees it.
+struct AccumulateChunkCall {
+  ChunkBatch chunk;
+  ReceivedMessages received;
+  void* gradient;
+  uint32_t* flags;  // scratch memory: one entry per tile
+  Findings* findings;
+  bool nonfinite_is_fault;
+};
+
 struct ChunkKernels {
   void (*encode)(const EncodeChunkCall& call);
   void (*reduce)(const ReduceChunkCall& call);
   void (*decode)(const DecodeChunkCall& call);
+  void (*accumulate)(const AccumulateChunkCall& call);
 };
 
 // --- siblings: ranks of one node, which add up their gradients
@@ -256,7 +272,7 @@ struct DeviceLibrary {
 };
 // Increases with every change of a type or function type in this file or in codec.h, and of the
 // table of codecs.
-inline constexpr uint32_t kDeviceLibraryVersion = 12;
+inline constexpr uint32_t kDeviceLibraryVersion = 13;
 // Name of the Python capsule that holds a library.
 inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 

@@ -246,6 +246,20 @@ GRADFERRY_DEVICE uint32_t sum_ranks(const TileUnit<typename Codec::Options>& uni
   return flags & kTileCorrupt;
 }
 
+// v = the mean of the ranks' values, as sum_ranks() adds them, +0 beyond the tile's end. NaNs are
+// canonical. Returns kTileCorrupt or 0.
+template <typename Codec, ScalarType dtype, typename PayloadOf>
+GRADFERRY_DEVICE uint32_t average_ranks(const TileUnit<typename Codec::Options>& unit,
+                                        const Tile& tile, PayloadOf payload_of, uint32_t world_size,
+                                        float* v) {
+  const uint32_t flags = sum_ranks<Codec, dtype>(unit, tile, payload_of, world_size, v);
+  const float inverse = 1.0f / static_cast<float>(world_size);
+  GRADFERRY_UNROLL
+  for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = canonical(v[j] * inverse);
+  clear_beyond_end(unit.slice, v);
+  return flags;
+}
+
 // `is_zero`: this tile's payloads are held zero tiles. Returns the thread's part of the tile's
 // status.
 template <typename Codec, ScalarType dtype, typename PayloadOf>

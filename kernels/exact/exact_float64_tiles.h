@@ -140,4 +140,18 @@ GRADFERRY_DEVICE uint64_t reduce_tile(const Tile& tile, bool is_zero, PayloadOf 
   return writer.checksum;
 }
 
+// The mean of the ranks' numbers to the gradient. Returns flags.
+template <typename PayloadOf>
+GRADFERRY_DEVICE uint32_t accumulate_tile(const Tile& tile, PayloadOf payload_of,
+                                          uint32_t world_size, double* gradient) {
+  const double inverse = 1.0 / static_cast<double>(world_size);
+  uint32_t flags = 0;
+  for (uint32_t i = threadIdx.x; i < tile.num_elements; i += kTileThreads) {
+    const double mean = sum_ranks(payload_of, world_size, tile.payload_offset + 8 * i) * inverse;
+    flags |= flags_of(mean);
+    write(gradient + tile.gradient_offset + i, canonical_bits(mean));
+  }
+  return flags;
+}
+
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::exact_float64

@@ -238,16 +238,3 @@ def test_what_it_cannot_do_is_refused(changes: dict[str, Any], text: str) -> Non
         _native.HostEngine(
             scattering_options(**changes), tensors=[], lanes={}, memory=None, local_stage=""
         )
-
-
-def test_a_device_is_refused() -> None:
-    device = torch.device("cuda", 0)
-    with pytest.raises(gradferry.ConfigError, match="no engine for gradients on cuda:0"):
-        _native.DeviceEngine(
-            scattering_options(),
-            device=device,
-            tensors=[],
-            lanes={},
-            group_name=None,
-            chained=False,
-        )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from gradferry import _native
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import Config, make_config
+from gradferry.core.device import CPU, load_kernels, transport_of
 from gradferry.core.engine import start_engine
 from gradferry.core.parameters import ParameterLayout
 from reference import DTYPES, ReferenceReduceScatter, narrow, scattered_bytes_per_step
@@ -48,6 +49,7 @@ class Case:
     # (step, rank, parameter, owner) with an infinity
     poison: tuple[int, int, str, int] | None = None
     shards: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=lambda: SHARDS)
+    device: str = "cpu"  # "streamed" and "staged": the fake device of tests/engine/streams
 
     @property
     def pairs(self) -> list[tuple[str, int]]:
@@ -76,8 +78,24 @@ class Case:
             for module in modules
         ]
 
+    @property
+    def place(self) -> torch.device:
+        if self.device == "cpu":
+            return CPU
+        import fake_device
+
+        return fake_device.DEVICE
+
+    def group(self) -> dist.ProcessGroup:
+        if self.device == "cpu":
+            return dist.group.WORLD
+        import fake_device
+
+        load_kernels(self.place.type)
+        return fake_device.group(self.device)
+
     def config(self) -> Config:
-        scaler = torch.amp.GradScaler("cpu") if self.scales else None
+        scaler = torch.amp.GradScaler(self.place.type) if self.scales else None
         options = {"error_feedback": self.error_feedback, "grad_scaler": scaler, **self.options}
         return make_config(self.codec, options)
 
@@ -176,13 +194,14 @@ class Steps:
         self.case = case
         self.rank = dist.get_rank()
         self.config = dataclasses.replace(case.config(), keep_gathered=keep_gathered)
-        nonce = [uuid.uuid4().hex]
+        nonce, group = [uuid.uuid4().hex], case.group()
         dist.broadcast_object_list(nonce)
         self.engine = start_engine(
             self.config,
             case.layouts(self.config),
-            dist.group.WORLD,
+            group,
             nonce[0],
+            transport=transport_of(case.place, group),
             hashes=HASHES,
             tensors=tensors,
             collective=collective,
@@ -217,7 +236,7 @@ class Steps:
         """This rank's gradients of a module."""
         pieces = [self.case.gradient(step, self.rank, index) for index in bucket]
         flat = np.concatenate(pieces)
-        return self._weight(len(flat)).from_flat(flat)
+        return self._weight(len(flat)).from_flat(flat).to(self.case.place)
 
     def _weight(self, num_elements: int) -> Weight:
         return Weight("", (num_elements,), self.case.dtype)

@@ -108,32 +108,47 @@ void encode(const EncodeChunkCall& call) {
     checksums[entry.message] +=
         word_sum(call.out + one.tile.payload_offset, one.payload_bytes(), one.tile.message_offset);
   }
-  const Envelope envelope = with_phase(call.chunk.envelope, Phase::kScatter);
   for (uint32_t m = 0; m < call.num_messages; ++m) {
     const Message& message = call.messages[m];
     write_header(call.out + message.offset,
-                 make_header(envelope, message.payload_bytes, checksums[m]));
+                 make_header(call.chunk.envelope, message.payload_bytes, checksums[m]));
   }
+}
+
+// The payloads of all ranks, and their checksums so far.
+struct Payloads {
+  explicit Payloads(const ReceivedMessages& received) : checksums(received.num_messages) {
+    for (const Message& message : std::span(received.messages, received.num_messages)) {
+      by_rank.push_back(received.buffer + message.offset + kHeaderBytes);
+    }
+  }
+  void add(const OneTile& one) {
+    for (size_t m = 0; m < by_rank.size(); ++m) {
+      checksums[m] += word_sum(by_rank[m] + one.tile.payload_offset, one.payload_bytes(),
+                               one.tile.payload_offset);
+    }
+  }
+  std::vector<const std::byte*> by_rank;
+  std::vector<uint64_t> checksums;
+};
+
+void note_corrupt(Findings& findings, const Envelope& own, uint64_t num_tiles) {
+  if (num_tiles == 0) return;
+  note(findings, with_phase(own, Phase::kScatter), own.rank,
+       {WireStatus::kCorruptPayload, 0, num_tiles});
 }
 
 void reduce(const ReduceChunkCall& call) {
   const ReceivedMessages& received = call.received;
-  std::vector<const std::byte*> payloads;
-  for (const Message& message : std::span(received.messages, received.num_messages)) {
-    payloads.push_back(received.buffer + message.offset + kHeaderBytes);
-  }
-  std::vector<uint64_t> checksums(payloads.size());
+  Payloads payloads(received);
   uint64_t sent = 0, corrupt = 0;
   for (const ChunkTile& entry : tiles_of(call.chunk)) {
     OneTile one(call.chunk, entry, Stage::kWorker);
     const Tile& tile = one.tile;
-    for (size_t m = 0; m < payloads.size(); ++m) {
-      checksums[m] +=
-          word_sum(payloads[m] + tile.payload_offset, one.payload_bytes(), tile.payload_offset);
-    }
+    payloads.add(one);
     one.batch.stage = Stage::kOwner;
     std::byte* out = call.out + kHeaderBytes;
-    one.codec.reduce(one.batch, payloads.data(), received.num_messages, call.gain,
+    one.codec.reduce(one.batch, payloads.by_rank.data(), received.num_messages, call.gain,
                      residual_of(entry, call.residual), out);
     sent += word_sum(out + tile.output_offset, one.payload_bytes(), tile.message_offset);
     corrupt += (one.status.flags & kTileCorrupt) != 0 ? 1 : 0;
@@ -144,11 +159,8 @@ void reduce(const ReduceChunkCall& call) {
     const std::vector<uint64_t> none(call.from_siblings.num_messages);
     judge_all(call.from_siblings, own, none, *call.findings);
   }
-  judge_all(received, own, checksums, *call.findings);
-  if (corrupt != 0) {
-    note(*call.findings, with_phase(own, Phase::kScatter), own.rank,
-         {WireStatus::kCorruptPayload, 0, corrupt});
-  }
+  judge_all(received, own, payloads.checksums, *call.findings);
+  note_corrupt(*call.findings, own, corrupt);
   const uint32_t status = call.findings->status;
   if (call.forward != nullptr) {
     write_header(call.forward, make_header(with_phase(own, Phase::kForward),
@@ -221,6 +233,35 @@ void decode(const DecodeChunkCall& call) {
     if (!refused && (call.flags[i] & kTileNonFinite) == 0) continue;
     if (call.findings->nonfinite_tile == 0) call.findings->nonfinite_tile = 1 + entry.tile.id;
     if (call.step_nonfinite != nullptr) *call.step_nonfinite = 1;
+  }
+}
+
+void accumulate(const AccumulateChunkCall& call) {
+  const ReceivedMessages& received = call.received;
+  const ChunkBatch& chunk = call.chunk;
+  Payloads payloads(received);
+  uint64_t corrupt = 0;
+  for (uint32_t i = 0; i < chunk.num_tiles; ++i) {
+    const OneTile one(chunk, chunk.tiles[i], Stage::kWorker);
+    payloads.add(one);
+    one.codec.accumulate(one.batch, payloads.by_rank.data(), received.num_messages,
+                         received.num_messages, call.gradient);
+    call.flags[i] = one.status.flags;
+    corrupt += (one.status.flags & kTileCorrupt) != 0 ? 1 : 0;
+  }
+
+  judge_all(received, chunk.envelope, payloads.checksums, *call.findings);
+  note_corrupt(*call.findings, chunk.envelope, corrupt);
+  bool refused = false;
+  for (uint32_t m = 0; m < received.num_messages; ++m) refused |= received.verdicts[m] != 0;
+  for (uint32_t i = 0; i < chunk.num_tiles; ++i) {
+    const Tile& tile = chunk.tiles[i].tile;
+    if (refused) fill_nan(call.gradient, tile, chunk.dtype);
+    if (!refused && (call.flags[i] & kTileNonFinite) == 0) continue;
+    if (call.findings->nonfinite_tile == 0) call.findings->nonfinite_tile = 1 + tile.id;
+    if (!call.nonfinite_is_fault) continue;
+    note(*call.findings, with_phase(chunk.envelope, Phase::kScatter), chunk.envelope.rank,
+         {WireStatus::kNonFiniteMean, 0, tile.id});
   }
 }
 
@@ -310,7 +351,7 @@ void commit(const CommitCall& call) {
 
 const DeviceLibrary& host_library() {
   static const DeviceLibrary library{kDeviceLibraryVersion,
-                                     {&encode, &reduce, &decode},
+                                     {&encode, &reduce, &decode, &accumulate},
                                      {&pack, &sum},
                                      {&take_back, &rescale, &scale, &commit},
                                      [](Stream /*stream*/) { return false; }};

@@ -123,9 +123,8 @@ def start_engine(
         collective: "all_reduce"; "reduce_scatter": every rank gets the mean of the parameters
             whose owner it is; or "all_gather": every rank gets the parameters of all owners. In
             the last two all parameters have an owner, and no owner residual; every rank is alone,
-            without momentum, exact_skip and find_unused_parameters. A reduce-scatter is on the CPU
-            only. An all-gather has no residuals, and codecs whose payload depends on nothing but
-            what is encoded.
+            without momentum, exact_skip and find_unused_parameters. An all-gather has no residuals,
+            and codecs whose payload depends on nothing but what is encoded.
         delivers: gradients are sent as in warm-up steps for as long as this engine runs, with
             residuals. Not in momentum mode, whose warm-up has no momentum.
 

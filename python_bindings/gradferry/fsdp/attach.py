@@ -67,7 +67,7 @@ def attach(
     all-gather each rank sends its shards of the parameters, and all ranks decode the same bytes,
     those of their own shards included: all compute with the same parameters, in forward and
     backward. The parameters themselves, which optimizers step and checkpoints hold, stay as they
-    are. So far only hosts compress the reduce-scatter.
+    are.
 
     With `replicate_group` it is hybrid sharding: FSDP2 shards the model over the ranks of one
     dimension of a mesh, and the reduced shards are averaged over the ranks that hold the same shard

@@ -121,11 +121,6 @@ def _scattering(
         )
     without = {name: DEFAULTS[name] for name in _OF_REPLICAS}  # type: ignore[literal-required]
     config = _config(codec, {**asked, **without, "error_feedback": feedback, "nodes": FLAT})
-    if not config.passes_through and modules[0].device.type != "cpu":
-        raise ConfigError(
-            f"FSDP2's reduce-scatter is compressed on the CPU only, not yet on "
-            f"{modules[0].device.type!r}; give reduce_scatter='off'"
-        )
     codecs = [config.codec, *(rule.codec for rule in config.rules)]
     coarse = next((each for each in codecs if each.lossy and each.bits() < COARSE_BITS), None)
     if coarse is not None and feedback == "none":

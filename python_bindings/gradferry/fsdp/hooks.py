@@ -275,6 +275,7 @@ class ReduceScatterHook(GradientHook):
 
     def set(self) -> None:
         self._module.reduce_scatter = self
+        self._group_name = self._module.reduce_scatter_group
 
     def is_set(self) -> bool:
         return self._module.reduce_scatter is self
@@ -307,6 +308,11 @@ class ReduceScatterHook(GradientHook):
             async_op: not with a codec, since FSDP2 never asks for it.
         """
         self.settle()
+        if self._running.engine is not None and group.group_name != self._group_name:
+            self._fail(
+                f"{self._module.name!r} is reduced in process group {group.group_name!r}, and at "
+                f"attach in {self._group_name!r}; attach after the last change to its groups"
+            )
         averages = op == dist.ReduceOp.AVG
         if self._running.engine is not None and (
             async_op or not (averages or op == dist.ReduceOp.SUM)

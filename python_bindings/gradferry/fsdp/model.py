@@ -104,6 +104,13 @@ class ShardedModule:
         return group
 
     @property
+    def reduce_scatter_group(self) -> str:
+        """The name of the group in which gradients are reduced: that of the shards, or one of the
+        same ranks that ``set_separate_reduce_scatter_group`` made.
+        """
+        return str(self._param_group()._reduce_scatter_process_group.group_name)
+
+    @property
     def requires_all_reduce(self) -> bool:
         """What the user said by ``set_requires_all_reduce``."""
         return bool(self._param_group().all_reduce_grads)

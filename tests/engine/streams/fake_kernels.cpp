@@ -135,6 +135,20 @@ void decode(const DecodeChunkCall& call) {
           });
 }
 
+void accumulate(const AccumulateChunkCall& call) {
+  enqueue(call.chunk.stream, "accumulate", host().chunks.accumulate, call, 1,
+          [=](const Touched& touched) {
+            touch_received(touched, call.received);
+            for_tiles(touched, call.chunk, [&](const ChunkTile& entry, auto /*size*/) {
+              const auto [offset, bytes] = gradient_bytes(call.chunk, entry.tile);
+              touched.write(static_cast<std::byte*>(call.gradient) + offset, bytes);
+            });
+            touched.write(call.flags, call.chunk.num_tiles * sizeof(uint32_t));
+            touched.write(call.findings, sizeof(Findings));
+            touch_progress(touched, call.chunk, call.received.num_messages);
+          });
+}
+
 void pack(const PackCall& call) {
   enqueue(call.stream, "pack", host().nodes.pack, call, 1, [=](const Touched& touched) {
     const size_t item = item_bytes(call.dtype);
@@ -216,7 +230,7 @@ void set_capturing(bool now) { capturing = now; }
 
 const DeviceLibrary& device_library() {
   static const DeviceLibrary result{kDeviceLibraryVersion,
-                                    {&encode, &reduce, &decode},
+                                    {&encode, &reduce, &decode, &accumulate},
                                     {&pack, &sum},
                                     {&take_back, &rescale, &scale, &commit},
                                     [](Stream /*stream*/) { return capturing.load(); }};

@@ -100,6 +100,18 @@ TEST(Chunks, StayInsideEveryBufferOfAMixture) {
 
 class DamagedChunks : public LibraryTest {};
 
+// What an all-gather sends.
+TEST_P(DamagedChunks, EncodeSealsThePhaseOfTheCall) {
+  ChunkRun run(small_setup(), library());
+  for (const Phase phase : {Phase::kScatter, Phase::kGather}) {
+    run.sealed = phase;
+    run.encode(1);
+    MessageHeader header;
+    std::memcpy(&header, run.ranks[1].sent.data(), sizeof(header));
+    EXPECT_EQ(header.phase, static_cast<uint8_t>(phase));
+  }
+}
+
 TEST_P(DamagedChunks, ReduceRefusesADamagedMessageAndStillSends) {
   ChunkRun run(small_setup(), library());
   for (uint32_t rank = 0; rank < 3; ++rank) run.encode(rank);
@@ -136,6 +148,86 @@ TEST_P(DamagedChunks, ReduceCountsCorruptTiles) {
   EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(Phase::kScatter));
   EXPECT_EQ(run.findings.rank, 0u);
   EXPECT_EQ(run.findings.received, 2u);  // tiles that rank 0 owns
+}
+
+// Neither the numbers of other owners change nor, beyond a header, those of a rank that owns none.
+TEST_P(DamagedChunks, AccumulateMakesAllTilesNaNWhereAMessageIsRefused) {
+  for (const ScalarType dtype :
+       {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16, ScalarType::kFloat64}) {
+    ChunkSetup setup = small_setup();
+    setup.dtype = dtype;
+    if (dtype == ScalarType::kFloat64) setup.codecs = {"exact"};
+    ChunkRun run(setup, library());
+    run.until_reduce();
+    const Buffer before = run.ranks[0].gradient;
+    for (const uint32_t owner : {0u, 2u}) {  // all tiles are those of ranks 0 and 1, in turns
+      run.findings = {};
+      const size_t damaged = owner == 0 ? kHeaderBytes + 9 : 32;  // a payload; the step
+      run.ranks[owner].scattered.data()[run.scattered(owner, 1).offset + damaged] ^= std::byte{4};
+      run.accumulate(owner);
+      const auto refused =
+          static_cast<uint32_t>(owner == 0 ? WireStatus::kBadChecksum : WireStatus::kBadStep);
+      EXPECT_EQ(run.verdicts, (std::vector<uint32_t>{0, refused, 0}));
+      EXPECT_EQ(run.findings.status, refused);
+      EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(Phase::kScatter));
+      EXPECT_EQ(run.findings.rank, 1u);
+      EXPECT_EQ(run.findings.nonfinite_tile, owner == 0 ? 101u : 0u);  // ids begin at 100
+    }
+    const uint32_t item = item_bytes(dtype);
+    std::byte nan[sizeof(double)];
+    write_number(dtype, double(NAN), nan);
+    for (size_t i = 0; i < setup.sizes.size(); ++i) {
+      for (uint32_t e = 0; e < setup.sizes[i]; ++e) {
+        const size_t at = (run.decoded(i).tile.gradient_offset + e) * item;
+        const std::byte* expected = i % 2 == 0 ? nan : before.data() + at;
+        ASSERT_EQ(std::memcmp(run.ranks[0].gradient.data() + at, expected, item), 0)
+            << dtype_name(dtype) << " " << i << " " << e;
+      }
+    }
+  }
+}
+
+TEST_P(DamagedChunks, AccumulateCountsCorruptTiles) {
+  ChunkSetup setup = small_setup();
+  setup.codecs = {"q4"};
+  ChunkRun run(setup, library());
+  run.until_reduce();
+  const Message message = run.scattered(0, 2);
+  std::memset(run.ranks[0].scattered.data() + message.offset + kHeaderBytes, 0xff,
+              message.payload_bytes);
+  ChunkRun::seal(run.ranks[0].scattered, message, run.envelope(2, Phase::kScatter), 0);
+  run.accumulate(0);
+  EXPECT_EQ(run.verdicts, std::vector<uint32_t>(3, 0));
+  EXPECT_EQ(run.findings.status, static_cast<uint32_t>(WireStatus::kCorruptPayload));
+  EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(Phase::kScatter));
+  EXPECT_EQ(run.findings.rank, 0u);
+  EXPECT_EQ(run.findings.received, 2u);  // tiles that rank 0 owns
+  EXPECT_EQ(run.findings.nonfinite_tile, 101u);
+}
+
+TEST_P(DamagedChunks, AccumulateNotesTheFirstTileThatIsNotFinite) {
+  ChunkSetup setup = small_setup();
+  setup.codecs = {"exact"};
+  ChunkRun run(setup, library());
+  std::vector<double> values(run.num_elements(), 1.0);
+  values[run.decoded(2).tile.gradient_offset + 5] = INFINITY;
+  values[run.decoded(3).tile.gradient_offset] = NAN;
+  run.set_gradient(1, values);
+  run.until_reduce();
+  const std::vector<uint64_t> tiles = {102, 103, 0};  // by rank; the last one owns none
+  for (const bool is_fault : {false, true}) {
+    run.nonfinite_is_fault = is_fault;
+    for (uint32_t rank = 0; rank < 3; ++rank) {
+      run.findings = {};
+      run.accumulate(rank);
+      const bool expected = is_fault && tiles[rank] != 0;
+      EXPECT_EQ(run.findings.nonfinite_tile, tiles[rank] == 0 ? 0 : tiles[rank] + 1);
+      EXPECT_EQ(run.findings.status,
+                static_cast<uint32_t>(expected ? WireStatus::kNonFiniteMean : WireStatus::kOk));
+      EXPECT_EQ(run.findings.rank, expected ? rank : 0);
+      EXPECT_EQ(run.findings.received, expected ? tiles[rank] : 0);
+    }
+  }
 }
 
 TEST_P(DamagedChunks, DecodeMakesTilesOfRefusedMessagesNaN) {

@@ -187,6 +187,23 @@ class ChunkRun {
     expect_clean();
   }
 
+  // In place of reduce and decode.
+  void accumulate(uint32_t rank) {
+    Rank& r = ranks[rank];
+    const std::vector<ChunkTile> tiles = reduced_by(rank);
+    const std::vector<Message> messages = scattered_to(rank);
+    verdicts.assign(num_ranks(), 77);
+    flags.assign(tiles.size(), 77);
+    used_library->chunks.accumulate(
+        {chunk(rank, tiles),
+         {messages.data(), num_ranks(), r.scattered.data(), verdicts.data()},
+         r.gradient.data(),
+         flags.data(),
+         &findings,
+         nonfinite_is_fault});
+    expect_clean();
+  }
+
   // As if a sum of siblings had been encoded: moves the gradient behind the rank's messages.
   void sum_behind_messages(uint32_t rank) {
     Rank& r = ranks[rank];
@@ -252,13 +269,15 @@ class ChunkRun {
 
   ChunkSetup setup;
   const DeviceLibrary* used_library;
+  Phase sealed = Phase::kScatter;  // by encode
+  bool nonfinite_is_fault = false;
   // Where ranks have siblings.
   ReceivedMessages from_siblings{};
   std::byte* forward = nullptr;
   uint32_t forward_bytes = 0;
   std::vector<Rank> ranks;
   std::vector<uint32_t> verdicts;
-  std::vector<uint32_t> flags;  // of the tiles decoded last
+  std::vector<uint32_t> flags;  // of the tiles decoded or accumulated last
   Findings findings{};
   uint32_t step_nonfinite = 0;
 
@@ -305,7 +324,7 @@ class ChunkRun {
             .dtype = setup.dtype,
             .hold_zero_tiles = setup.hold_zero_tiles,
             .seed = kSeed,
-            .envelope = envelope(rank, Phase::kScatter),
+            .envelope = envelope(rank, sealed),
             .progress = reinterpret_cast<ChunkProgress*>(progress_.data()),
             .stream = nullptr};
   }
@@ -414,11 +433,20 @@ inline void expect_same_decode(ChunkRun& kernels, ChunkRun& host) {
   expect_same(kernels, host);
 }
 
-// A chunk through all stages.
+inline void expect_same_accumulate(ChunkRun kernels, ChunkRun host) {
+  for (uint32_t rank = 0; rank < host.num_ranks(); ++rank) {
+    kernels.accumulate(rank), host.accumulate(rank);
+    expect_same_findings(kernels, host);
+  }
+  expect_same(kernels, host);
+}
+
+// A chunk through all stages, those of a reduce-scatter and those of an all-reduce.
 inline void expect_bytes_of_the_host(ChunkRun host) {
   ChunkRun kernels = by_kernels(host);
   expect_same_encode(kernels, host);
   kernels.scatter(), host.scatter();
+  expect_same_accumulate(kernels, host);
   expect_same_reduce(kernels, host);
   kernels.gather(), host.gather();
   expect_same_decode(kernels, host);

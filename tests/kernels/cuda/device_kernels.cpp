@@ -185,6 +185,19 @@ void reduce_chunk(const ReduceChunkCall& call) {
                                 from_siblings.received, call.forward_payload_bytes, forward.get()});
 }
 
+void accumulate_chunk(const AccumulateChunkCall& call) {
+  const Extents extents = extents_of(call.chunk, Stage::kWorker);
+  const GpuChunk chunk(call.chunk, call.received.num_messages, false);
+  const GpuReceived received(call.received,
+                             end_of(call.received.messages, call.received.num_messages));
+  const GpuCopy gradient(static_cast<std::byte*>(call.gradient), extents.gradient);
+  const GpuCopy flags(call.flags, call.chunk.num_tiles);
+  const GpuCopy findings(call.findings, 1);
+  cuda_library().chunks.accumulate({chunk.chunk, received.received,
+                                    gradient_of(gradient, call.chunk.dtype), flags.get(),
+                                    findings.get(), call.nonfinite_is_fault});
+}
+
 // What calls for siblings share, on the GPU. `Call`: PackCall or SumCall.
 template <typename Call>
 struct GpuPieces {
@@ -267,11 +280,12 @@ void commit(const CommitCall& call) {
 }  // namespace
 
 const DeviceLibrary& kernels_under_test() {
-  static const DeviceLibrary library{kDeviceLibraryVersion,
-                                     {&encode_chunk, &reduce_chunk, &decode_chunk},
-                                     {&pack, &sum},
-                                     {&take_back, &rescale, &scale, &commit},
-                                     cuda_library().is_capturing};
+  static const DeviceLibrary library{
+      kDeviceLibraryVersion,
+      {&encode_chunk, &reduce_chunk, &decode_chunk, &accumulate_chunk},
+      {&pack, &sum},
+      {&take_back, &rescale, &scale, &commit},
+      cuda_library().is_capturing};
   return library;
 }
 

@@ -38,7 +38,10 @@ const DeviceLibrary& slow_library() {
       kDeviceLibraryVersion,
       {[](const EncodeChunkCall& call) { delay(call.chunk.stream), chunks().encode(call); },
        [](const ReduceChunkCall& call) { delay(call.chunk.stream), chunks().reduce(call); },
-       [](const DecodeChunkCall& call) { delay(call.chunk.stream), chunks().decode(call); }},
+       [](const DecodeChunkCall& call) { delay(call.chunk.stream), chunks().decode(call); },
+       [](const AccumulateChunkCall& call) {
+         delay(call.chunk.stream), chunks().accumulate(call);
+       }},
       {[](const PackCall& call) { delay(call.stream), nodes().pack(call); },
        [](const SumCall& call) { delay(call.stream), nodes().sum(call); }},
       {[](const TakeBackCall& call) { delay(call.stream), kernels().take_back(call); },
