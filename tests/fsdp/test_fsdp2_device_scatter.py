@@ -225,7 +225,6 @@ def test_the_exchange_is_beside_the_backward_pass_and_waits_for_what_it_needs(
         assert len(answer["calls"]) == MODULES
         for call in answer["calls"]:
             assert call["host_waits"] == 0
-            # Streams of FSDP2 take the reduced shards and, later, gathered parameters from torch.
             assert call["allocations"] == 0
         assert answer["calls"][-1]["waits"] == len(WAITS)
         # With a chunk per module there are as many slots: one is free since the step before.
