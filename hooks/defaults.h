@@ -15,6 +15,9 @@ inline constexpr uint64_t kExemptMaxSize = 1023;
 // Most payload bytes per owner, stage and chunk, in small worlds. Messages of more than about 1 MB
 // reach only half the rate of a link if both ends send at once.
 inline constexpr uint32_t kChunkBytes = 512 * 1024;
+// The same where collectives are enqueued on streams: a chunk costs launches and two collectives,
+// so it should be megabytes.
+inline constexpr uint32_t kStreamChunkBytes = 4 << 20;
 // Most memory for messages, in MiB.
 inline constexpr uint32_t kWorkspaceCapMiB = 96;
 inline constexpr uint64_t kWorkspaceCapBytes = uint64_t{kWorkspaceCapMiB} << 20;

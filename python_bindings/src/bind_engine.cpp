@@ -304,6 +304,7 @@ void bind_defaults(py::module_& module) {
   module.attr("EXEMPT_MAX_DIMS") = kExemptMaxDims;
   module.attr("EXEMPT_MAX_SIZE") = kExemptMaxSize;
   module.attr("CHUNK_BYTES") = kChunkBytes;
+  module.attr("STREAM_CHUNK_BYTES") = kStreamChunkBytes;
   module.attr("WORKSPACE_CAP_MB") = kWorkspaceCapMiB;
   module.attr("BUCKET_CAP_MB") = kBucketCapMiB;
   module.attr("MOST_RANKS") = kMostRanks;

@@ -10,6 +10,7 @@
 
 #include "gradferry/error.h"
 #include "gradferry/wire.h"
+#include "hooks/defaults.h"
 
 namespace gradferry {
 namespace {
@@ -18,7 +19,6 @@ constexpr uint64_t kHugeElements = (uint64_t{1} << 31) + 5000;
 constexpr uint32_t kLastElements = 64;
 constexpr uint64_t kElements = 2 * kHugeElements + kLastElements;
 constexpr uint32_t kWorldSize = 3;
-constexpr uint32_t kChunkBytes = 512 * 1024;
 
 ParameterSpec huge(const char* name, bool residuals) {
   return {.name = name,

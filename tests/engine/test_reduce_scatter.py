@@ -202,7 +202,7 @@ def scattering_options(**changes: Any) -> _native.EngineOptions:
     given = {
         "parameters": [spec()],
         "nodes": [[0]],
-        "chunk_bytes": 1 << 19,
+        "chunk_bytes": _native.CHUNK_BYTES,
         "workspace_cap_bytes": 1 << 26,
         "collective": "reduce_scatter",
     }

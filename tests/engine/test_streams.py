@@ -16,6 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch.distributed as dist
+from gradferry import _native
 from mixed import MOMENTUM, groups_at_once, mixed, poisons, scenario_on
 from reference import Layout, two_level_bytes_per_step
 from scenario import Run, Scenario, Weight, assert_bit_equal, train_at_once, trained
@@ -148,7 +149,7 @@ def test_gradients_on_a_device_equal_the_reference(worlds: Worlds, scenario: Sce
     ("nodes", "device", "chunk_bytes"),
     [
         (None, "streamed", CHUNK_BYTES),
-        (None, "staged", 524288),  # as on hosts, unless told otherwise
+        (None, "staged", _native.CHUNK_BYTES),  # as on hosts, unless told otherwise
         ("2x2", "streamed", CHUNK_BYTES),
         ("interleaved", "staged", CHUNK_BYTES),
         ("2+1", "staged", CHUNK_BYTES),

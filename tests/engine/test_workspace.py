@@ -120,7 +120,7 @@ def case_large_world(world_size: int) -> dict[str, Any]:
         rank=5,
         nodes=[[rank] for rank in range(world_size)],
         check_every=10,
-        chunk_bytes=_native.chunk_bytes_within(cap, world_size, device.STREAM_CHUNK_BYTES),
+        chunk_bytes=_native.chunk_bytes_within(cap, world_size, _native.STREAM_CHUNK_BYTES),
         workspace_cap_bytes=cap,
     )
     machine.synchronize()

@@ -11,6 +11,7 @@
 
 #include "gradferry/error.h"
 #include "gradferry/wire.h"
+#include "hooks/defaults.h"
 #include "hooks/plan.h"
 
 namespace gradferry {
@@ -18,7 +19,6 @@ namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 constexpr uint64_t kCap = 96 * kMiB;
-constexpr uint32_t kOnHost = 512 * 1024, kOnStreams = 4 << 20;
 constexpr size_t kMostSlots = 4;
 // As commits of the host's engine need in the largest world: 8 times 4096 records of 64 bytes.
 constexpr uint64_t kOther = 2 * kMiB;
@@ -56,7 +56,7 @@ class World : public testing::TestWithParam<uint32_t> {};
 TEST_P(World, KeepsWithinTheLimitAndChunksWithinTheBuffers) {
   const uint32_t world_size = GetParam();
   const Layout layout = layout_of(world_size);
-  for (const uint32_t most : {kOnHost, kOnStreams}) {
+  for (const uint32_t most : {kChunkBytes, kStreamChunkBytes}) {
     const uint32_t chunk_bytes = chunk_bytes_within(kCap, world_size, most);
     const Workspace workspace = plan_workspace(layout, chunk_bytes, limits(kCap, kOther));
     EXPECT_LE(workspace.bytes() + kOther, kCap);
@@ -84,17 +84,18 @@ TEST_P(World, KeepsWithinTheLimitAndChunksWithinTheBuffers) {
 INSTANTIATE_TEST_SUITE_P(Workspace, World,
                          testing::Values(2, 3, 8, 13, 14, 64, 512, 1024, 2048, 4096));
 
+// The limit divided by the messages of four chunks of 512 KiB, 3 per rank and one more each.
 TEST(Workspace, SmallWorldsHaveTheChunksThatSuitTheLink) {
   for (const uint32_t world_size : {1, 2, 8, 13}) {
-    EXPECT_EQ(chunk_bytes_within(kCap, world_size, kOnHost), kOnHost);
+    EXPECT_EQ(chunk_bytes_within(kCap, world_size, kChunkBytes), kChunkBytes);
   }
-  EXPECT_LT(chunk_bytes_within(kCap, 14, kOnHost), kOnHost);
+  EXPECT_LT(chunk_bytes_within(kCap, 14, kChunkBytes), kChunkBytes);
 }
 
 TEST(Workspace, ChunksShrinkWithTheWorldButHoldATile) {
-  uint32_t before = kOnStreams;
+  uint32_t before = kStreamChunkBytes;
   for (uint32_t world_size = 1; world_size <= 4096; ++world_size) {
-    const uint32_t chunk_bytes = chunk_bytes_within(kCap, world_size, kOnStreams);
+    const uint32_t chunk_bytes = chunk_bytes_within(kCap, world_size, kStreamChunkBytes);
     EXPECT_LE(chunk_bytes, before);
     EXPECT_GE(chunk_bytes, kTileElements);
     before = chunk_bytes;
@@ -123,7 +124,7 @@ TEST(Workspace, NodesOfAnySizeHaveFourChunksWithinTheLimit) {
                                                      std::vector<uint32_t>(2, 16)};
   for (const auto& sizes : shapes) {
     const Nodes nodes = nodes_of(sizes);
-    const uint32_t chunk_bytes = chunk_bytes_within(kCap, nodes.world_size(), kOnHost);
+    const uint32_t chunk_bytes = chunk_bytes_within(kCap, nodes.world_size(), kChunkBytes);
     const uint64_t dense_bytes = dense_bytes_within(kCap, chunk_bytes, nodes);
     for (const uint32_t rank : {0U, nodes.world_size() - 1, sizes[0] - 1}) {
       const Layout layout({parameter("matrix", uint64_t{1} << 24, "exact")}, rank, nodes);
@@ -159,7 +160,7 @@ TEST(Workspace, RanksOfUnevenNodesPlanTheSameSlots) {
     const Nodes nodes = nodes_of(sizes);
     std::set<size_t> seen;
     for (const uint64_t cap : {kCap, 6 * kMiB, 3 * kMiB, 3 * kMiB / 2}) {
-      const uint32_t chunk_bytes = chunk_bytes_within(cap, nodes.world_size(), kOnStreams);
+      const uint32_t chunk_bytes = chunk_bytes_within(cap, nodes.world_size(), kStreamChunkBytes);
       std::set<size_t> slots;
       for (uint32_t rank = 0; rank < nodes.world_size(); ++rank) {
         const Layout layout({parameter("matrix", uint64_t{1} << 22, "exact")}, rank, nodes);
@@ -181,7 +182,7 @@ TEST(Workspace, SiblingsPlanTheSameSharedMemory) {
     const Nodes nodes = nodes_of(sizes);
     const uint32_t num_siblings = sizes[0];
     for (const uint64_t cap : {kCap, 12 * kMiB}) {
-      const uint32_t chunk_bytes = chunk_bytes_within(cap, nodes.world_size(), kOnHost);
+      const uint32_t chunk_bytes = chunk_bytes_within(cap, nodes.world_size(), kChunkBytes);
       WorkspaceLimits shared = limits(cap, 0, kMostSlots, true);
       shared.siblings_share = true;
       std::vector<Workspace> planned;
@@ -217,9 +218,10 @@ TEST(Workspace, SiblingsPlanTheSameSharedMemory) {
 }
 
 TEST(Workspace, GradientsBetweenRanksOfANodeKeepARoundSizeWhereThereIsMemory) {
-  EXPECT_EQ(dense_bytes_within(kCap, kOnHost, nodes_of({2, 2})), kMostDenseBytes);
-  EXPECT_LT(dense_bytes_within(kCap, kOnHost, nodes_of({8, 8})), kMostDenseBytes);
-  EXPECT_EQ(dense_bytes_within(kMiB, kOnHost, nodes_of({8, 8})), kTileElements * sizeof(double));
+  EXPECT_EQ(dense_bytes_within(kCap, kChunkBytes, nodes_of({2, 2})), kMostDenseBytes);
+  EXPECT_LT(dense_bytes_within(kCap, kChunkBytes, nodes_of({8, 8})), kMostDenseBytes);
+  EXPECT_EQ(dense_bytes_within(kMiB, kChunkBytes, nodes_of({8, 8})),
+            kTileElements * sizeof(double));
 }
 
 // Four slots, then three, two, one, and one whose buffers take turns.
@@ -254,7 +256,7 @@ TEST(Workspace, AGatherInPlaceNeedsItsOwnMemoryOnlyWhereBuffersTakeTurns) {
 TEST(Workspace, WhatCannotFitIsRefusedWithTheLeastThatDoes) {
   const Layout layout({parameter("weight", 1 << 20, "exact", ScalarType::kFloat64)}, 0,
                       Nodes::flat(4096));
-  const uint32_t chunk_bytes = chunk_bytes_within(kCap, 4096, kOnStreams);
+  const uint32_t chunk_bytes = chunk_bytes_within(kCap, 4096, kStreamChunkBytes);
   try {
     (void)plan_workspace(layout, chunk_bytes, limits(kCap, 0));
     FAIL() << "nothing was thrown";

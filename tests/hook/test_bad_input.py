@@ -37,7 +37,7 @@ BAD_OPTIONS = (
     ({"codec": "exat"}, ("exat", "exact")),
     ({"codec": "q4:blok=3"}, ("q4", "blok")),
     ({"codec": ""}, ("codec",)),
-    ({"codec": "aut"}, ("did you mean 'auto'?", "topk, off, auto")),
+    ({"codec": "aut"}, ("did you mean 'auto'?", ", off, auto")),
     ({"codec": "of"}, ("did you mean 'off'?",)),
     ({"codec": "Q4"}, ("did you mean 'q4'?",)),
     ({"codec": "torch:fp16"}, ("'torch:fp16'", "PyTorch's own", "'bf16'")),

@@ -33,9 +33,6 @@ from gradferry.core.agreement import (
 from gradferry.core.config import Config
 from gradferry.errors import ConfigError, GradferryError
 
-# Most payload bytes per owner, stage and chunk, in small worlds, where collectives are enqueued on
-# streams. A chunk costs launches and two collectives, so it should be megabytes.
-STREAM_CHUNK_BYTES = 4 << 20
 # For tests: a world of one exchanges with itself, so that a single device runs the whole path.
 EXCHANGE_WHEN_ALONE = False
 CPU = torch.device("cpu")
@@ -43,7 +40,7 @@ CPU = torch.device("cpu")
 
 def on_streams(config: Config) -> Config:
     """The configuration with the messages that suit collectives in the order of streams."""
-    return replace(config, chunk_bytes=STREAM_CHUNK_BYTES, equal_scatter=True)
+    return replace(config, chunk_bytes=_native.STREAM_CHUNK_BYTES, equal_scatter=True)
 
 
 _REBUILD = (

@@ -368,6 +368,8 @@ inline ChunkRun by_kernels(ChunkRun run) {
   return run;
 }
 
+inline constexpr size_t kMostSaid = 12;
+
 // Where two buffers differ first, for a failed comparison.
 inline std::string first_difference(const ChunkRun& run, const Buffer& kernels,
                                     const Buffer& host) {
@@ -377,11 +379,16 @@ inline std::string first_difference(const ChunkRun& run, const Buffer& kernels,
     return said + ": " + std::to_string(kernels.size()) + " bytes, not " +
            std::to_string(host.size());
   }
-  const auto [a, b] = std::mismatch(kernels.data(), kernels.data() + kernels.size(), host.data());
-  if (b == host.data() + host.size()) return said;
-  return said + ": byte " + std::to_string(b - host.data()) + " of " + std::to_string(host.size()) +
-         " is " + std::to_string(std::to_integer<int>(*a)) + ", not " +
-         std::to_string(std::to_integer<int>(*b));
+  size_t num_bytes = 0;
+  for (size_t i = 0; i < host.size(); ++i) {
+    if (kernels[i] == host[i] || ++num_bytes > kMostSaid) continue;
+    said += (num_bytes == 1 ? ": byte " : "; ") + std::to_string(i) + " is " +
+            std::to_string(std::to_integer<int>(kernels[i])) + ", not " +
+            std::to_string(std::to_integer<int>(host[i]));
+  }
+  return said + "; " + std::to_string(num_bytes) + " of " + std::to_string(host.size()) +
+         " bytes differ (a message begins with its header, of " + std::to_string(kHeaderBytes) +
+         " bytes)";
 }
 
 // What kernels and host left on all ranks.

@@ -36,7 +36,8 @@ FILES = (
 # What only the fake device has.
 ONLY_FAKE = re.compile(
     r"counters\(|omit_wait|set_prices|set_capturing|\.backends\[|last_made|case_launches"
-    r"|Watched(?:Gathers)?\(|torch\.device\(\"fake\"|def case_abandon_alone|def case_loss_scale_goes_first"
+    r"|Watched(?:Gathers)?\(|torch\.device\(\"fake\"|def case_abandon_alone"
+    r"|def case_loss_scale_goes_first"
 )
 CASE = re.compile(r"\bcase_\w+")
 
