@@ -13,6 +13,7 @@ from gradferry import _native
 from gradferry.ddp.trial import LOSSES
 from gradferry_lab import flags
 from gradferry_lab.cli import main
+from gradferry_lab.ranks.network import parse_rate
 
 KEYS = [
     "kind", "exchange", "hook", "wire_bytes", "card_bytes", "ratio_to_fp32", "needs_momentum",
@@ -136,6 +137,11 @@ def test_a_model_of_many_buckets_is_as_large_as_all_of_them(rows_of: Any) -> Non
 )
 def test_parameters_are_counted_as_people_write_them(text: str, value: float) -> None:
     assert flags.count(text) == value
+
+
+@pytest.mark.parametrize("text", ["1gbit", "1Gb/s", "1 Gbit/s", "1000Mbps", "1000000kbit"])
+def test_rates_are_read_as_people_write_them(text: str) -> None:
+    assert parse_rate("--link", text) == 1e9
 
 
 @pytest.mark.parametrize("text", ["", "B", "1X", "1.3 Billion", "MM"])
