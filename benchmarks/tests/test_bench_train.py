@@ -13,11 +13,12 @@ import own_models
 import pytest
 import torch
 from gradferry.errors import ConfigError
-from gradferry_lab.bench.train import DEFAULT_HOOKS, train_rows, train_table
+from gradferry_lab.bench.train import train_rows, train_table
 from gradferry_lab.bench.train_turns import TrainOptions, TrainOutcome, run_train
 from gradferry_lab.cli import main
 from gradferry_lab.ranks.hosts import Where
 from gradferry_lab.workloads.models import MODELS
+from gradferry_lab.workloads.parallel import SHARDED_HOOKS
 from world import World
 
 FIRST_KEYS = [
@@ -155,7 +156,7 @@ def test_averages_of_replicas_are_compared(worlds):
 
 
 def test_gathers_and_the_reduce_scatter_are_compared(worlds):
-    hooks = DEFAULT_HOOKS["fsdp"]
+    hooks = ("none", *SHARDED_HOOKS["fsdp"])
     elements = sum(p.numel() for p in MODELS["small"](2).build_model().parameters())
     for outcomes in worlds(2).run(case_sharded, parallel="fsdp", hooks=hooks):
         for outcome in outcomes:
@@ -172,6 +173,7 @@ def test_gathers_and_the_reduce_scatter_are_compared(worlds):
         assert sent["off+all_gather=bf16"] == pytest.approx(sent["torch:bf16"], rel=0.01)
         in_q8 = sent["q4"] - (sent["q4+all_gather=off"] - gathered)
         assert in_q8 == pytest.approx(0.26 * gathered, rel=0.05)
+        assert sent["off+all_gather=q8"] == scattered + in_q8
         forward = in_q8 - (sent["q4"] - sent["q4+keep_gathered=True"])
         assert forward == pytest.approx(0.26 * scattered, rel=0.05)
         measured = [outcome.hook for outcome in outcomes if outcome.wire_measured]

@@ -114,6 +114,7 @@ REFUSED = [
     ("doctor --model transfomer", "did you mean 'transformer'"),
     ("doctor --bucket-cap 0", "--bucket-cap: 0"),
     ("doctor --ranks 1", "two ranks at least"),
+    ("doctor --parallel fsdp", "`gradferry bench train --parallel fsdp --model module:function`"),
     ("doctor --smoke --model nope:x", f"--model {BY_SMOKE}"),
     ("doctor --hooks torch:fp32 q4 --smoke", f"--hooks {BY_SMOKE}"),  # the setting, but named
     ("plan --world 1", "must be at least 2"),
@@ -129,10 +130,14 @@ REFUSED = [
     ("plan --hooks q5", "q5"),
     ("plan --hooks auto q4", "'auto' chooses among hooks"),
     ("plan --hooks torch:powersgd:4", "use bench train"),
+    ("plan --hooks none", "hook 'none' sends nothing to speak of"),
+    ("plan --parallel hsdp --world 8", "use --parallel fsdp"),
+    ("plan --parallel fsdp --hooks q4+all_gather=rht", "all_gather='rht' is none of"),
+    ("plan --parallel fsdp --hooks torch:fp16", "hook 'torch:fp16' is for DDP"),
     ("plan --gpu 4090", "--gpu 4090: plan knows no GPUs; say by --compute-ms"),
     ("plan --params 1e4B", "--params: 1e+13 must be"),
     ("plan --smoke --world 64", f"--world {BY_SMOKE}"),
-    ("plan --par 1e9 --smoke", f"--params {BY_SMOKE}"),
+    ("plan --param 1e9 --smoke", f"--params {BY_SMOKE}"),
 ]
 if not torch.cuda.is_available():
     NO_GPU = "sees no GPU on this machine"

@@ -45,29 +45,22 @@ from gradferry_lab.ranks.place import add_device
 from gradferry_lab.workloads.hook_names import (
     NO_HOOK,
     RULERS,
-    SHARDED_NATIVE,
     SYNC_HOOK,
     TORCH_HOOKS,
 )
 from gradferry_lab.workloads.hooks import PHASES, timed_hooks
 from gradferry_lab.workloads.models import check_model
-from gradferry_lab.workloads.parallel import DDP, FSDP, HSDP, PARALLEL, check_parallel
+from gradferry_lab.workloads.parallel import (
+    DDP,
+    FSDP,
+    PARALLEL,
+    SHARDED_HOOKS,
+    check_parallel,
+)
 
 _MOMENTUM = "+momentum=0.9+warmup_steps=100"
-# By --parallel. All at once they take about 0.45 GB per hook and rank, so not every codec is among
-# them.
-DEFAULT_HOOKS = {
-    DDP: (*RULERS, *TORCH_HOOKS, "q8", "q4", f"sign1{_MOMENTUM}", f"topk{_MOMENTUM}"),
-    HSDP: (NO_HOOK, *SHARDED_NATIVE, "q8", "q4", "q4+reduce_scatter=q4+all_gather=q8"),
-    FSDP: (
-        NO_HOOK,
-        *SHARDED_NATIVE,
-        "off+all_gather=bf16",  # what torch:bf16 sends, without its arithmetic in bf16
-        "q4+all_gather=off",
-        "q4",
-        "q4+keep_gathered=True",
-    ),
-}
+# All at once they take about 0.45 GB per hook and rank, so not every codec is among them.
+_DDP_HOOKS = (*RULERS, *TORCH_HOOKS, "q8", "q4", f"sign1{_MOMENTUM}", f"topk{_MOMENTUM}")
 _SMOKE: dict[str, Any] = {
     "hooks": [*RULERS, "torch:fp16", "q4"],
     "model": "small",
@@ -90,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     codecs = " ".join(str(codec["name"]) for codec in _native.codecs())
     flags.add_hooks(
         parser,
-        DEFAULT_HOOKS[DDP],
+        _DDP_HOOKS,
         f"of {NO_HOOK} (no communication; always included), {SYNC_HOOK} (one element per step), "
         f"{' '.join(TORCH_HOOKS)}, off, auto, and codecs: {codecs}. Arguments of attach may "
         f"follow a codec: sign1{_MOMENTUM}",
@@ -105,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the hook in its reduce-scatter and its gathers of parameters. There hooks are none, "
         "torch:fp32 and torch:bf16 (FSDP2's own, parameters gathered in that dtype), off, and "
         "codecs; every module is a bucket, so that --bucket-caps means nothing (default: "
-        f"%(default)s; the hooks of fsdp: {' '.join(DEFAULT_HOOKS[FSDP])})",
+        f"%(default)s; the hooks of fsdp: {' '.join(SHARDED_HOOKS[FSDP])})",
     )
     flags.add_model(parser)
     add_device(parser)
@@ -183,11 +176,10 @@ def _hooks(arguments: argparse.Namespace) -> Sequence[str]:
     """Those that were named, or all of the default ones that can be used."""
     if arguments.hooks and not arguments.smoke:
         return list(arguments.hooks)
-    hooks = DEFAULT_HOOKS[arguments.parallel]
+    sharded = SHARDED_HOOKS.get(arguments.parallel)
     if not arguments.smoke:
-        return hooks
-    ours = arguments.parallel == DDP
-    return [hook for hook in arguments.hooks if ours or hook in hooks]
+        return sharded or _DDP_HOOKS
+    return [hook for hook in arguments.hooks if sharded is None or hook in sharded]
 
 
 def _check_sharding(arguments: argparse.Namespace) -> None:

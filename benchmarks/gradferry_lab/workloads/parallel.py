@@ -6,7 +6,7 @@ replicas. One replica over all ranks, ``fsdp``: the hook gathers parameters and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -27,12 +27,24 @@ from gradferry_lab.workloads.hook_names import (
 )
 from gradferry_lab.workloads.hooks import HookHandle, apply_hook, bucket_caps
 from gradferry_lab.workloads.sharded import Sharded
-from gradferry_lab.workloads.sharded_bytes import choice_of
+from gradferry_lab.workloads.sharded_bytes import MatrixModule, choice_of
 
 DDP = "ddp"
 HSDP = "hsdp"
 FSDP = "fsdp"
 PARALLEL = (DDP, HSDP, FSDP)
+# What is compared of sharded models, unless hooks are named.
+SHARDED_HOOKS: Mapping[str, tuple[str, ...]] = {
+    HSDP: (*SHARDED_NATIVE, "q8", "q4", "q4+reduce_scatter=q4+all_gather=q8"),
+    FSDP: (
+        *SHARDED_NATIVE,
+        "off+all_gather=bf16",  # what torch:bf16 sends, without its arithmetic in bf16
+        "off+all_gather=q8",
+        "q4+all_gather=off",
+        "q4",
+        "q4+keep_gathered=True",
+    ),
+}
 
 BuildModel = Callable[[], nn.Module]
 
@@ -52,7 +64,7 @@ def check_parallel(parallel: str, hook: str) -> None:
         )
     codec, options = split_options(hook, sharded=True)
     check_hook(codec)
-    choice_of(hook, averages=parallel == HSDP)
+    choice_of(hook, [MatrixModule(1)], averages=parallel == HSDP)
     if options.get("momentum") and options.get("warmup_steps"):
         raise ConfigError(
             f"hook {hook!r}: OneBitAdam, which dense steps before momentum mode are for, is for "

@@ -15,6 +15,7 @@ from gradferry.core.parameters import describe_parameters
 from gradferry.fsdp.choice import Choice, choose
 from gradferry.fsdp.model import Shard, ShardedModule
 from gradferry.fsdp.state import ALL_GATHER, REDUCE_SCATTER, REPLICAS
+from torch import nn
 
 from gradferry_lab.workloads.hook_names import PARAM_DTYPE, split_options
 from gradferry_lab.workloads.hooks import ring_exchange
@@ -98,14 +99,15 @@ class Exchange:
         return [elsewhere for elsewhere, _ in sent]
 
 
-def choice_of(
-    hook: str, modules: Sequence[ShardedModule] | None = None, *, averages: bool
-) -> Choice:
+Modules = Sequence[ShardedModule] | Sequence["MatrixModule"]
+
+
+def choice_of(hook: str, modules: Modules, *, averages: bool) -> Choice:
     """The codec of every exchange under a hook.
 
     Args:
         hook: its name, which is none of FSDP2's own.
-        modules: of the model; None: of one that is not there yet.
+        modules: of the model.
         averages: whether there are replicas.
 
     Raises:
@@ -113,23 +115,47 @@ def choice_of(
     """
     codec, options = split_options(hook, sharded=True)
     options.pop(PARAM_DTYPE, None)
-    return choose(codec, options, modules or [cast(ShardedModule, _NoModule())], averages=averages)
+    return choose(codec, options, cast(Sequence[ShardedModule], modules), averages=averages)
 
 
-class _NoModule:
-    """What `choose` asks of a module, where there is no model."""
+@dataclass(frozen=True)
+class MatrixModule:
+    """A module of one matrix, in place of one of FSDP2's where there is no model."""
 
-    shard_group = SimpleNamespace(size=lambda: 2)
-    device = _CPU
-    num_elements = 0
+    elements: int  # of one rank's shard
+    dtype: torch.dtype | None = None  # in which it is gathered; None: fp32
+    ranks: int = 2
+    name: str = "matrix"
+    device: torch.device = _CPU
+
+    @property
+    def num_elements(self) -> int:
+        """As that of a ShardedModule; so are all others."""
+        return self.elements
+
+    @property
+    def shard_group(self) -> SimpleNamespace:
+        return SimpleNamespace(size=lambda: self.ranks)
+
+    @property
+    def shards(self) -> list[Shard]:
+        return [self._shard(torch.float32)]
+
+    @property
+    def gathered(self) -> list[Shard]:
+        return [self._shard(self.dtype or torch.float32)]
+
+    def _shard(self, dtype: torch.dtype) -> Shard:
+        return Shard(self.name, nn.Parameter(torch.empty(0)), torch.Size((1, self.elements)), dtype)
+
+    def order(self) -> list[int]:
+        return [0]
 
     def expect_gatherable(self) -> None:
-        """A codec takes what any model gathers in fp32."""
+        pass
 
 
-def exchanges_of(
-    modules: Sequence[ShardedModule], choice: Choice, mesh: Sequence[Sequence[int]]
-) -> list[Exchange]:
+def exchanges_of(modules: Modules, choice: Choice, mesh: Sequence[Sequence[int]]) -> list[Exchange]:
     """What FSDP2 exchanges of a model: between replicas where there are several, else within one.
 
     Args:
@@ -166,7 +192,7 @@ def exchanges_of(
     ]
 
 
-def _in_order(module: ShardedModule) -> list[Shard]:
+def _in_order(module: ShardedModule | MatrixModule) -> list[Shard]:
     return [module.shards[number] for number in module.order()]
 
 
