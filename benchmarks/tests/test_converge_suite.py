@@ -114,13 +114,13 @@ def test_full_demands_what_was_promised():
 
 
 def test_sharded_judges_what_users_get_and_reports_coarser_gathers():
-    judged = {who[2:]: demand.floor for who, demand in demands(SHARDED.contests, Near).items()}
-    alone = ("off+all_gather=q8", "q4+all_gather=off", "q4")
-    assert judged == {**{(hook, "fsdp"): 0.003 for hook in alone}, ("q4", "hsdp"): 0.003}
-    reported = {one.codec for one in SHARDED.contests[0].contestants if one.demand is None}
+    (contest,) = SHARDED.contests
+    judged = {who[2:]: demand.floor for who, demand in demands([contest], Near).items()}
+    hooks = ("off+all_gather=q8", "q4+all_gather=off", "q4")
+    assert judged == {(hook, "fsdp"): 0.003 for hook in hooks}
+    reported = {one.codec for one in contest.contestants if one.demand is None}
     assert reported >= {"off+all_gather=bf16", "off+all_gather=q4", "torch:bf16"}
-    for contest in SHARDED.contests:
-        assert (contest.steps, contest.ruler_seeds, contest.seeds) == (400, 3, 3)
+    assert (contest.steps, contest.ruler_seeds, contest.seeds) == (400, 3, 3)
 
 
 def test_trainings_of_a_codec_share_seeds_with_the_ruler():

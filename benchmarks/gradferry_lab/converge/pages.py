@@ -205,14 +205,15 @@ def _note(suite: Suite, outcome: Outcome) -> str:
             f"{what}; gradients have no sampling noise, so that a remaining gap is due to the "
             f"codec. 'stalls' rows are controls: without error feedback they must miss the gap."
         )
+    held = ""
     if _is_sharded(outcome):
-        what += (
-            ", of the parameters as optimizers and checkpoints hold them. As gathered: of those "
-            "that forward passes compute with"
+        held = (
+            " Its parameters are those that optimizers and checkpoints hold; as gathered: those "
+            "that forward passes compute with."
         )
     return (
-        f"{what}, on the validation data. Against fp32: mean difference to the fp32 training with "
-        f"the same seed. Band: the demanded one, or {sigma:g} standard deviations of "
+        f"{what}, on the validation data.{held} Against fp32: mean difference to the fp32 training "
+        f"with the same seed. Band: the demanded one, or {sigma:g} standard deviations of "
         f"{_ruler(outcome)} if that is more, and with 'x' at least so many times fewer bytes; a "
         f"lower loss is within it. Rows without a band are not judged. Mode momentum: with that "
         f"momentum. Bytes are of the whole training, its warm-up included."

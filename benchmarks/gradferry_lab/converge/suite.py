@@ -9,7 +9,7 @@ from gradferry.core.names import closest
 from gradferry.errors import ConfigError
 
 from gradferry_lab.workloads.optimizers import SGD_MOMENTUM
-from gradferry_lab.workloads.parallel import DDP, FSDP, HSDP
+from gradferry_lab.workloads.parallel import DDP, FSDP
 
 NUM_RANKS = 4
 RULER = "torch:fp32"  # the baseline of all comparisons
@@ -58,8 +58,8 @@ class Contestant:
     Attributes:
         optimizer: of OPTIMIZERS.
         codec: a codec string, or one of PyTorch's hooks.
-        mode: DENSE for PyTorch's hooks, MOMENTUM, or the `error_feedback` of `attach`. Of sharded
-            models FSDP or HSDP: `codec` is then the whole name of the hook.
+        mode: DENSE for PyTorch's hooks, MOMENTUM, or the `error_feedback` of `attach`. FSDP of
+            sharded models: `codec` is then the whole name of the hook.
         demand: None: the result is reported, not judged.
         warmup: codec of the first quarter of the steps, in MOMENTUM; None: there is no warm-up.
             OneBitAdam, which learns its variance meanwhile, has one.
@@ -86,7 +86,7 @@ class Contestant:
     @property
     def parallel(self) -> str:
         """For `workloads.training.train`."""
-        return self.mode if self.mode in (FSDP, HSDP) else DDP
+        return FSDP if self.mode == FSDP else DDP
 
     def hook(self, steps: int) -> str:
         """Name of the hook, for `workloads.training.train`."""
@@ -277,7 +277,7 @@ QUICK = Suite(
 )
 
 _NEAR_FP32 = Near(0.003)
-# Scatters and gathers by themselves, and together.
+# One replica over all ranks: its reduce-scatter and its gathers, each alone and together.
 _FSDP: Mapping[str, Demand | None] = {
     RULER: None,
     "off+all_gather=q8": _NEAR_FP32,
@@ -289,15 +289,12 @@ _FSDP: Mapping[str, Demand | None] = {
     "off+all_gather=q8+param_dtype=bf16": None,
     "q4+all_gather=q4": None,
 }
-_HSDP: Mapping[str, Demand | None] = {RULER: None, "q4": _NEAR_FP32}
-
-
-def _sharded(mode: str, demands: Mapping[str, Demand | None]) -> Contest:
-    contestants = tuple(Contestant("AdamW", hook, mode, demand) for hook, demand in demands.items())
-    return Contest("tiny_text", 400, 0.2, contestants, ruler_seeds=3, seeds=3)
-
-
-SHARDED = Suite(name="sharded", contests=(_sharded(FSDP, _FSDP), _sharded(HSDP, _HSDP)), sigmas=2)
+_SHARDED = tuple(Contestant("AdamW", hook, FSDP, demand) for hook, demand in _FSDP.items())
+SHARDED = Suite(
+    name="sharded",
+    contests=(Contest("tiny_text", 400, 0.2, _SHARDED, ruler_seeds=3, seeds=3),),
+    sigmas=2,
+)
 
 SUITES = {suite.name: suite for suite in (QUICK, FULL, SHARDED)}
 
