@@ -163,20 +163,30 @@ def hosts() -> str:
     return table([*heads, "`q4`, flat", "`q4`, two levels"], (line(*each) for each in shapes), 2)
 
 
-def sharded() -> str:
-    """FSDP2."""
-    files = ("train_1gbit_hsdp", "train_1gbit_fsdp")
+def sharded(kind: str) -> str:
+    """Steps under FSDP2, with what a rank must send and what its host's interface has counted."""
+    rows = rows_of(f"train_1gbit_{kind}")
+    by_hook = {row["hook"]: row for row in rows}
+    half = by_hook.get("off+all_gather=bf16")
 
-    def line(hook: str) -> list[str]:
-        cells = []
-        for file in files:
-            rows = rows_of(file)
-            cells.append(timed(rows, next((r for r in rows if r["hook"] == hook), None)))
-        return [name_of(hook).replace("plain DDP", "plain FSDP2"), *cells]
+    def times(row: Row, than: Row | None) -> str:
+        if than is None or row is than or row["hook"] in RULERS:
+            return ""
+        return interval(faster(row, than))
 
-    hooks = dict.fromkeys(row["hook"] for file in files for row in rows_of(file))
-    heads = ["hook", "between replicas, 2 hosts x 2 ranks", "one replica, 2 hosts x 1 rank"]
-    return table(heads, map(line, hooks))
+    def line(row: Row) -> list[str]:
+        return [
+            name_of(row["hook"]).replace("plain DDP", "FSDP2's own, fp32"),
+            ms(row["ms_median"]),
+            times(row, by_hook[PLAIN_DDP]),
+            *([times(row, half)] if half else []),
+            f"{row['wire_bytes'] / 1e6:.1f}",
+            f"{row['interface_bytes'] / 1e6:.1f}",
+        ]
+
+    over_half = ["than gathers in bf16"] if half else []
+    heads = ["hook", "ms per step", "times faster than FSDP2's own", *over_half]
+    return table([*heads, "MB sent by a rank", "MB counted"], map(line, rows))
 
 
 def processor_time() -> str:

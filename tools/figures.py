@@ -35,6 +35,7 @@ PAGES = [
     *sorted(ROOT.glob("docs/guide/*.md")),
     ROOT / "docs/design/decisions.md",
     ROOT / "docs/design/performance.md",
+    ROOT / "docs/results/sharded.md",
     ROOT / "docs/results/when_to_use.md",
 ]
 MARK = re.compile(r"<!-- figures: ([^>]+?) -->.*?<!-- end -->", re.DOTALL)

@@ -68,7 +68,7 @@ _EXCHANGES = {
     FSDP: "Parameters are gathered twice, with keep_gathered once, in rings that leave each node "
     "once, as FSDP2's own reduce-scatter does. In a compressed one every GPU sends to every other, "
     "and the GPUs of a node share its card: with many of them leave it to FSDP2 "
-    "(reduce_scatter=off). What a GPU cannot do yet: docs/guide/fsdp.md.",
+    "(reduce_scatter=off).",
     HSDP: "What leaves a node are averages between replicas; gathers and reduce-scatters stay "
     "inside. Every GPU sends its shard's part to those that hold it on other nodes.",
 }
@@ -248,7 +248,7 @@ def _of_ddp(cluster: _Cluster, hooks: Sequence[str]) -> Iterator[_Sent]:
 
 
 def _of_sharded(cluster: _Cluster, hook: str, parallel: str) -> tuple[int, int]:
-    """Of equal modules, all of which are gathered twice, or once where they are kept."""
+    """Bytes of a rank and of a card, with equal modules that are all gathered twice, or kept."""
     nodes = cluster.nodes
     mesh = nodes.members if parallel == HSDP else [range(nodes.world_size)]
     count = min(cluster.buckets, _MOST_PLANNED)

@@ -130,7 +130,7 @@ class MatrixModule:
 
     @property
     def num_elements(self) -> int:
-        """As that of a ShardedModule; so are all others."""
+        """Has the meaning that it has in a ShardedModule, like all below."""
         return self.elements
 
     @property

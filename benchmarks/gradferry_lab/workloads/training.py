@@ -138,11 +138,11 @@ class Training:
 
     @property
     def state(self) -> Averaging | None:
-        """That of a gradferry hook; None of other hooks."""
+        """The state of a gradferry hook; None of other hooks."""
         return self._handle.state
 
     def validate_as_gathered(self) -> Sums:
-        """Of a sharded model: over this rank's share, with parameters as FSDP2 gathers them."""
+        """Validates a sharded model on this rank's share, with parameters as FSDP2 gathers them."""
         return _validate(self._task, self._trained.model, together=True)
 
     def finish(self) -> TrainingRun:
