@@ -72,7 +72,7 @@ MEASUREMENTS = {
         _train("1gbit", ("torch:fp32", "q8", "q4", _SIGN1), 6, *_UNDER_HSDP), 2
     ),
     "train_1gbit_fsdp": Measurement(
-        _train("1gbit", ("torch:fp32", "q8", "q4"), 6, "--parallel", "fsdp"), 1
+        (*_MODULE, "bench", "train", "--parallel", "fsdp", "--link", "1gbit"), 9
     ),
     "codec_cpu": Measurement(
         (*_MODULE, "bench", "codec", "--codecs", *_CODECS, "--isas", "avx512", "avx2"), 3
@@ -88,7 +88,7 @@ _GPU = "on an H100"
 ELSEWHERE = {
     "convergence": "gradferry converge --full (an hour)",
     "sharded_loss_hsdp": "python benchmarks/sharded_loss.py --steps 200",
-    "sharded_loss_fsdp": "python benchmarks/sharded_loss.py --steps 200 --parallel fsdp",
+    "convergence_sharded": "gradferry converge --sharded (an hour)",
     "codec_peers": f"gradferry bench codec --codecs {' '.join(_CODECS)} --peers (its rows with a "
     "peer; needs pypiquant, bitsandbytes, hivemind)",
     "soak": "make soak HOURS=2",

@@ -1,11 +1,11 @@
-"""What compression does to the loss of sharded training: FSDP2 with a codec against FSDP2 without.
+"""What compressed averages over replicas do to the loss of sharded training under FSDP2.
 
 `python benchmarks/sharded_loss.py` trains task tiny_text with AdamW on four processes of this
-machine, two replicas of two shards (or one of four, `--parallel fsdp`), with three seeds each,
-uncompressed and with q4. Trainings with one seed begin with the same weights and see the same
-batches. It prints the last validation loss of every training, its mean and spread over seeds, what
-it differs from the first codec's, and the bytes that a rank's hook sends per step, counted and by
-formula.
+machine, two replicas of two shards, with three seeds each, uncompressed and with q4.
+`gradferry converge --sharded` does so in one replica. Trainings with one seed begin with the same
+weights and see the same batches. It prints the last validation loss of every training, its mean and
+spread over seeds, what it differs from the first codec's, and the bytes that a rank's hook sends
+per step, counted and by formula.
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ from gradferry_lab.flags import add_json, require_at_least_one
 from gradferry_lab.output.json_file import write_json
 from gradferry_lab.ranks.launch import Emit, run_ranks
 from gradferry_lab.workloads import load_task
-from gradferry_lab.workloads.parallel import HSDP, PARALLEL, check_parallel
+from gradferry_lab.workloads.parallel import HSDP, check_parallel
 from gradferry_lab.workloads.training import TrainingRun, train
 
 _TASK = "tiny_text"
 _RANKS = 4
 
 
-def train_all(
-    emit: Emit, parallel: str, codecs: list[str], seeds: int, steps: int
-) -> list[dict[str, Any]]:
+def train_all(emit: Emit, codecs: list[str], seeds: int, steps: int) -> list[dict[str, Any]]:
     """On every rank: a row of each training."""
     task = load_task(_TASK)
     rows = []
     for seed in range(seeds):
         for codec in codecs:
-            run = train(task, codec, steps=steps, seed=seed, parallel=parallel)
-            rows.append({"parallel": parallel, "seed": seed, "steps": steps, **_row(run)})
+            run = train(task, codec, steps=steps, seed=seed, parallel=HSDP)
+            rows.append({"parallel": HSDP, "seed": seed, "steps": steps, **_row(run)})
             emit(rows[-1])
     return rows
 
@@ -85,7 +83,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parallel", choices=PARALLEL, default=HSDP, help="(default: hsdp)")
     parser.add_argument("--codecs", nargs="+", default=["off", "q4"], help="(default: off q4)")
     parser.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
     parser.add_argument("--steps", type=int, default=400, help="(default: 400)")
@@ -94,8 +91,8 @@ def main() -> None:
     try:
         require_at_least_one(options, "seeds", "steps")
         for codec in options.codecs:
-            check_parallel(options.parallel, codec)
-        arguments = (options.parallel, options.codecs, options.seeds, options.steps)
+            check_parallel(HSDP, codec)
+        arguments = (options.codecs, options.seeds, options.steps)
         rows = run_ranks(train_all, arguments, _RANKS, print_row)
     except GradferryError as error:
         raise SystemExit(str(error)) from error

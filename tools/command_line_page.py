@@ -40,8 +40,8 @@ def _commands(
 def _section(name: str, command: argparse.ArgumentParser) -> str:
     description = _prose(command.description or "").removeprefix(f"`{name}`: ")
     lines = [f"\n## {name}\n", description[:1].upper() + description[1:]]
-    hidden = ("help", "gpu")  # the second is refused
-    actions = [each for each in command._actions if each.dest not in hidden]
+    shown = (each for each in command._actions if each.help != argparse.SUPPRESS)
+    actions = [each for each in shown if each.dest != "help"]
     if actions:
         lines += ["", "| option | meaning |", "| --- | --- |"]
         lines += [f"| {_option(each)} | {_meaning(command, each)} |" for each in actions]

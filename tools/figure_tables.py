@@ -8,7 +8,16 @@ from statistics import fmean, stdev
 from gradferry.diagnosis import Diagnosis, Step
 from gradferry_lab.output.paired import Interval
 from gradferry_lab.ranks.hosts import ranks_text
-from result_files import PLAIN_DDP, Row, command, faster, loss, rows_of, step
+from result_files import (
+    PLAIN_DDP,
+    Row,
+    command,
+    faster,
+    loss,
+    rows_of,
+    sharded_loss,
+    step,
+)
 
 LINKS = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s", "10gbit": "10 Gb/s", "unshaped": "no limit"}
 RULERS = ("none", "sync")
@@ -19,7 +28,8 @@ def name_of(hook: str) -> str:
     codec, _, options = hook.partition("+")
     names = {"none": "no communication", PLAIN_DDP: "plain DDP"}
     codec = "topk:ratio=0.01" if codec == "topk" else codec
-    return names.get(hook, f"`{codec}`, momentum mode" if options else f"`{codec}`")
+    in_words = f"`{codec}`, momentum mode" if "momentum=" in options else f"`{hook}`"
+    return names.get(hook, in_words)
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], names: int = 1) -> str:
@@ -99,11 +109,11 @@ def losses() -> str:
     return table(heads, map(line, hooks))
 
 
-def sharded_loss(kind: str) -> str:
-    """Trainings under FSDP2."""
+def replica_losses() -> str:
+    """Averages over replicas under FSDP2."""
 
     def line(codec: str) -> list[str]:
-        rows = sorted(rows_of(f"sharded_loss_{kind}", codec=codec), key=lambda row: row["seed"])
+        rows = sorted(rows_of("sharded_loss_hsdp", codec=codec), key=lambda row: row["seed"])
         values = [row["final_loss"] for row in rows]
         how = "counted" if rows[0]["wire_bytes_measured"] else "computed"
         return [
@@ -116,6 +126,25 @@ def sharded_loss(kind: str) -> str:
 
     heads = ["averages", "validation loss by seed", "mean", "spread", "bytes per rank and step"]
     return table(heads, map(line, ("off", "q4")))
+
+
+def sharded_losses() -> str:
+    """Gathers and reduce-scatters of one replica under FSDP2."""
+    all_rows = rows_of("convergence_sharded")
+
+    def line(hook: str) -> list[str]:
+        rows = sorted((r for r in all_rows if r["codec"] == hook), key=lambda row: row["seed"])
+        gathered = fmean(row["gathered_loss"] / row["final_loss"] - 1 for row in rows)
+        return [
+            "FSDP2's own, fp32" if hook == PLAIN_DDP else f"`{hook}`",
+            ", ".join(f"{row['final_loss']:.4f}" for row in rows),
+            percent(sharded_loss(hook)),
+            percent(gathered),
+            f"{fmean(row['wire_bytes'] / row['steps'] for row in rows):,.0f}",
+        ]
+
+    heads = ["hook", "validation loss by seed", "against fp32", "as gathered", "bytes"]
+    return table(heads, map(line, dict.fromkeys(row["codec"] for row in all_rows)))
 
 
 def hosts() -> str:
@@ -134,20 +163,30 @@ def hosts() -> str:
     return table([*heads, "`q4`, flat", "`q4`, two levels"], (line(*each) for each in shapes), 2)
 
 
-def sharded() -> str:
-    """FSDP2."""
-    files = ("train_1gbit_hsdp", "train_1gbit_fsdp")
+def sharded(kind: str) -> str:
+    """Steps under FSDP2, with what a rank must send and what its host's interface has counted."""
+    rows = rows_of(f"train_1gbit_{kind}")
+    by_hook = {row["hook"]: row for row in rows}
+    half = by_hook.get("off+all_gather=bf16")
 
-    def line(hook: str) -> list[str]:
-        cells = []
-        for file in files:
-            rows = rows_of(file)
-            cells.append(timed(rows, next((r for r in rows if r["hook"] == hook), None)))
-        return [name_of(hook).replace("plain DDP", "plain FSDP2"), *cells]
+    def times(row: Row, than: Row | None) -> str:
+        if than is None or row is than or row["hook"] in RULERS:
+            return ""
+        return interval(faster(row, than))
 
-    hooks = dict.fromkeys(row["hook"] for file in files for row in rows_of(file))
-    heads = ["hook", "between replicas, 2 hosts x 2 ranks", "reduce-scatter, 2 hosts x 1 rank"]
-    return table(heads, map(line, hooks))
+    def line(row: Row) -> list[str]:
+        return [
+            name_of(row["hook"]).replace("plain DDP", "FSDP2's own, fp32"),
+            ms(row["ms_median"]),
+            times(row, by_hook[PLAIN_DDP]),
+            *([times(row, half)] if half else []),
+            f"{row['wire_bytes'] / 1e6:.1f}",
+            f"{row['interface_bytes'] / 1e6:.1f}",
+        ]
+
+    over_half = ["than gathers in bf16"] if half else []
+    heads = ["hook", "ms per step", "times faster than FSDP2's own", *over_half]
+    return table([*heads, "MB sent by a rank", "MB counted"], map(line, rows))
 
 
 def processor_time() -> str:
@@ -310,7 +349,8 @@ TABLES: Mapping[str, Callable[..., str]] = {
         hosts,
         sharded,
         processor_time,
-        sharded_loss,
+        replica_losses,
+        sharded_losses,
         local_stage,
         codec_cpu,
         codec_peers,

@@ -79,11 +79,18 @@ def loss(task: str, hook: str, optimizer: str = "AdamW") -> tuple[float, float]:
     return excess, ratio
 
 
-def spread(task: str) -> float:
+def spread(task: str, file: str = "convergence") -> float:
     """Standard deviation of fp32's loss over seeds, over its mean."""
-    base = rows_of("convergence", task=task, optimizer="AdamW", codec=PLAIN_DDP)
+    base = rows_of(file, task=task, optimizer="AdamW", codec=PLAIN_DDP)
     losses = [row["final_loss"] for row in base]
     return stdev(losses) / fmean(losses)
+
+
+def sharded_loss(hook: str) -> float:
+    """`convergence_sharded.json`: loss over fp32's with the same seed, minus 1, mean over seeds."""
+    base = {row["seed"]: row for row in rows_of("convergence_sharded", codec=PLAIN_DDP)}
+    rows = rows_of("convergence_sharded", codec=hook)
+    return fmean(row["final_loss"] / base[row["seed"]]["final_loss"] - 1 for row in rows)
 
 
 def faster(row: Row, than: Row) -> Interval:

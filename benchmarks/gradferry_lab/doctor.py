@@ -41,6 +41,7 @@ _SMOKE: dict[str, Any] = {"model": "small", "hooks": ["torch:fp32", "q4"]}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `gradferry doctor`."""
     flags.add_model(parser)
+    parser.add_argument("--parallel", help=argparse.SUPPRESS)  # refused, with what to use instead
     flags.add_hooks(
         parser, DEFAULT_HOOKS, f"beside torch:fp32: {' '.join(TORCH_DTYPES)} and codecs"
     )
@@ -61,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures and reports. Raises a GradferryError when an option is wrong or a rank fails."""
     flags.apply_smoke(arguments, _SMOKE)
+    if arguments.parallel is not None:
+        raise ConfigError(
+            "doctor tries hooks of DistributedDataParallel, none of models that FSDP2 shards; "
+            f"`gradferry bench train --parallel {arguments.parallel} --model module:function` "
+            "measures those on your model and network"
+        )
     hooks = require_hooks(arguments.hooks)
     check_model(arguments.model)
     if arguments.bucket_cap is not None:

@@ -1,6 +1,7 @@
-"""How long would gradients travel on a cluster that is not at hand? Arithmetic on the bytes that
-a step sends under every hook, with the flat exchange and, where GPUs share a node, with two levels.
-Ranks are GPUs: what they send is cut into the chunks of devices. `gradferry doctor` measures.
+"""How long would a step's messages travel on a cluster that is not at hand? Arithmetic on the bytes
+that it sends under every hook: gradients under DDP, with the flat exchange and, where GPUs share a
+node, with two levels; of models that FSDP2 shards, parameters, too. Ranks are GPUs: what they send
+is cut into the chunks of devices. `gradferry doctor` and `gradferry bench train` measure.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from gradferry import _native
-from gradferry.core.codec_spec import AUTO, OFF
+from gradferry.core.codec_spec import AUTO, OFF, parse_codec
 from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import on_streams
 from gradferry.core.engine import planned_bytes
@@ -22,6 +23,7 @@ from gradferry.core.parameters import describe_parameters
 from gradferry.ddp.trial import LOSSES
 from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.errors import ConfigError
+from gradferry.fsdp.state import ALL_GATHER
 from rich.console import Console
 
 from gradferry_lab import flags
@@ -32,18 +34,47 @@ from gradferry_lab.ranks.network import parse_rate
 from gradferry_lab.workloads.hook_names import (
     BACKEND_HOOKS,
     POWERSGD,
-    check_hook,
+    RULERS,
+    SHARDED_NATIVE,
     hook_config,
     split_options,
 )
 from gradferry_lab.workloads.hooks import all_reduce_bytes, ring_exchange
+from gradferry_lab.workloads.parallel import (
+    DDP,
+    FSDP,
+    HSDP,
+    PARALLEL,
+    SHARDED_HOOKS,
+    check_parallel,
+)
+from gradferry_lab.workloads.sharded_bytes import (
+    NO_CODECS,
+    MatrixModule,
+    choice_of,
+    exchanges_of,
+)
 
 _FP32 = "torch:fp32"
+_DDP_HOOKS = (*TORCH_DTYPES, *(str(codec["name"]) for codec in _native.codecs()))
 _PER_NODE = 8  # GPUs, where --world consists of such nodes
 _MOST_PLANNED = 4  # buckets; all of a model are alike
 _SMOKE: dict[str, Any] = {"world": 16, "params": 2e7, "hooks": [_FP32, "torch:bf16", "q4"]}
 
+_EXCHANGES = {
+    DDP: "flat: every GPU sends to every other, and the GPUs of a node share its card. two-level: "
+    "they add up their gradients first, and each sends to one GPU of every other node. -: "
+    "PyTorch's own all-reduce, in a ring that leaves each node once.",
+    FSDP: "Parameters are gathered twice, with keep_gathered once, in rings that leave each node "
+    "once, as FSDP2's own reduce-scatter does. In a compressed one every GPU sends to every other, "
+    "and the GPUs of a node share its card: with many of them leave it to FSDP2 "
+    "(reduce_scatter=off).",
+    HSDP: "What leaves a node are averages between replicas; gathers and reduce-scatters stay "
+    "inside. Every GPU sends its shard's part to those that hold it on other nodes.",
+}
+
 Row = Mapping[str, Any]
+_Sent = tuple[str, str | None, int, int]  # hook, exchange, bytes: of a rank, of a card
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +112,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bucket-cap", default=25.0, help="DDP's bucket_cap_mb (default: 25)", **number
     )
-    hooks = (*TORCH_DTYPES, *(str(codec["name"]) for codec in _native.codecs()))
-    flags.add_hooks(parser, hooks, f"of {' '.join(TORCH_DTYPES)}, {OFF}, and codecs")
+    flags.add_hooks(parser, _DDP_HOOKS, f"of {' '.join(TORCH_DTYPES)}, {OFF}, and codecs")
+    parser.set_defaults(hooks=None)  # they depend on --parallel
+    parser.add_argument(
+        "--parallel",
+        choices=PARALLEL,
+        default=DDP,
+        help="ddp: gradients; fsdp: gradients and parameters of one replica over all ranks; hsdp: "
+        "averages between replicas, of which every node has one. Hooks are then as those of bench "
+        "train, and modules are of --bucket-cap (default: %(default)s)",
+    )
     flags.add_wide(parser)
     flags.add_json(parser)
     parser.add_argument(
@@ -99,9 +138,9 @@ def run(arguments: argparse.Namespace) -> int:
             "forward and backward take on yours"
         )
     cluster = _cluster(arguments)
-    rows = list(_rows(cluster, _checked(arguments.hooks), arguments))
+    rows = list(_rows(cluster, _checked(arguments), arguments))
     console = Console()
-    for line in _assumptions(cluster):
+    for line in _assumptions(cluster, arguments.parallel):
         print_line(console, line)
     console.print()
     print_table(console, plan_table(rows), wide=arguments.wide)
@@ -127,6 +166,11 @@ def _cluster(arguments: argparse.Namespace) -> _Cluster:
         raise ConfigError(
             f"--world {world} must be at least 2 and a multiple of --gpus-per-node {local}"
         )
+    if local == 1 and arguments.parallel == HSDP:
+        raise ConfigError(
+            "--parallel hsdp has a replica on every node, and --gpus-per-node 1 leaves nothing to "
+            "shard there; use --parallel fsdp"
+        )
     if world == local:
         raise ConfigError(
             f"--world {world} is one node: its GPUs do not share a network card; choose fewer "
@@ -144,14 +188,18 @@ def _cluster(arguments: argparse.Namespace) -> _Cluster:
     )
 
 
-def _checked(hooks: Sequence[str]) -> tuple[str, ...]:
-    """Each once, and `torch:fp32` first, which all are compared with."""
+def _checked(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Each hook once, and `torch:fp32` first, which all are compared with."""
+    parallel = arguments.parallel
+    hooks: Sequence[str] = arguments.hooks or SHARDED_HOOKS.get(parallel, _DDP_HOOKS)
     for hook in hooks:
-        check_hook(hook)
         if hook.startswith(POWERSGD):
             raise ConfigError(f"hook {hook!r} sends what shapes demand; use bench train")
-        if split_options(hook)[0] == AUTO:
+        if hook.partition("+")[0] == AUTO:
             raise ConfigError(f"hook {hook!r} chooses among hooks; name those to be compared")
+        if hook in RULERS:
+            raise ConfigError(f"hook {hook!r} sends nothing to speak of; name others")
+        check_parallel(parallel, hook)
     return tuple(dict.fromkeys([_FP32, *hooks]))
 
 
@@ -159,15 +207,10 @@ def _rows(
     cluster: _Cluster, hooks: Sequence[str], arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Rows of the JSON file; docs/reference/json.md defines every key."""
-    exchanges = [flat(cluster.nodes.world_size)]
-    if not cluster.nodes.is_flat:
-        exchanges.append(cluster.nodes)
-    sent: list[tuple[str, str | None, int, int]] = []  # hook, exchange, bytes: of a rank, of a card
-    sent += ((hook, None, *_of_ring(cluster, hook)) for hook in hooks if hook in BACKEND_HOOKS)
-    for nodes in exchanges:
-        for hook in hooks:
-            if hook not in BACKEND_HOOKS:
-                sent.append((hook, exchange_between(nodes), *_of_codec(cluster, hook, nodes)))
+    if arguments.parallel == DDP:
+        sent = list(_of_ddp(cluster, hooks))
+    else:
+        sent = [(hook, None, *_of_sharded(cluster, hook, arguments.parallel)) for hook in hooks]
     (uncompressed,) = (card for hook, _, _, card in sent if hook == _FP32)
     compute_ms = arguments.compute_ms
     for hook, exchange, of_rank, of_card in sent:
@@ -189,7 +232,46 @@ def _rows(
                 "world": cluster.nodes.world_size,
                 "gpus_per_node": cluster.nodes.smallest,
                 "params": cluster.params,
+                "parallel": arguments.parallel,
             }
+
+
+def _of_ddp(cluster: _Cluster, hooks: Sequence[str]) -> Iterator[_Sent]:
+    yield from ((hook, None, *_of_ring(cluster, hook)) for hook in hooks if hook in BACKEND_HOOKS)
+    exchanges = [flat(cluster.nodes.world_size)]
+    if not cluster.nodes.is_flat:
+        exchanges.append(cluster.nodes)
+    for nodes in exchanges:
+        for hook in hooks:
+            if hook not in BACKEND_HOOKS:
+                yield hook, exchange_between(nodes), *_of_codec(cluster, hook, nodes)
+
+
+def _of_sharded(cluster: _Cluster, hook: str, parallel: str) -> tuple[int, int]:
+    """Bytes of a rank and of a card, with equal modules that are all gathered twice, or kept."""
+    nodes = cluster.nodes
+    mesh = nodes.members if parallel == HSDP else [range(nodes.world_size)]
+    count = min(cluster.buckets, _MOST_PLANNED)
+    shard = math.ceil(cluster.bucket_elements / len(mesh[0]))
+    modules = [MatrixModule(shard, SHARDED_NATIVE.get(hook), len(mesh[0]))] * count
+    choice = NO_CODECS
+    if hook not in SHARDED_NATIVE:
+        choice = choice_of(hook, modules, averages=parallel == HSDP)
+    of_rank, of_card = 0, [0] * nodes.world_size
+    for exchange in exchanges_of(modules, choice, mesh):
+        on_gpus = exchange
+        if exchange.config is not None:
+            on_gpus = replace(exchange, config=on_streams(exchange.config))
+        sent = on_gpus.sent(range(nodes.world_size))
+        of_rank += max(sent)
+        # Devices gather in a ring, with a codec, too.
+        in_ring = exchange.name == ALL_GATHER
+        leaving = (
+            ring_exchange(max(sent), nodes.of_rank) if in_ring else on_gpus.sent(nodes.of_rank)
+        )
+        of_card = [a + b for a, b in zip(of_card, leaving, strict=True)]
+    scale = cluster.buckets / count
+    return round(of_rank * scale), round(busiest_host(nodes, of_card)[1] * scale)
 
 
 def _of_ring(cluster: _Cluster, hook: str) -> tuple[int, int]:
@@ -217,19 +299,22 @@ def _of_codec(cluster: _Cluster, hook: str, nodes: Nodes) -> tuple[int, int]:
 
 def _needs_momentum(hook: str) -> bool:
     """Whether a codec trains well only in momentum mode, which the hook does not use."""
-    if hook in BACKEND_HOOKS:
+    codec, options = split_options(hook, sharded=True)
+    if codec in BACKEND_HOOKS:
         return False
-    config = hook_config(hook)
-    return not config.momentum and config.codec.bits() < COARSE_BITS
+    return not options.get("momentum") and parse_codec(codec).bits() < COARSE_BITS
 
 
-def _assumptions(cluster: _Cluster) -> list[str]:
+def _assumptions(cluster: _Cluster, parallel: str) -> list[str]:
     nodes, local = len(cluster.nodes.members), cluster.nodes.smallest
+    parts, measures = "buckets", "doctor"
+    if parallel != DDP:
+        parts, measures = "modules", f"bench train --parallel {parallel}"
     return [
         f"gradferry plan: {nodes} nodes of {local} GPU{'s' * (local > 1)}, {cluster.params:,.0f} "
-        f"parameters in {cluster.buckets:,} buckets of fp32.",
+        f"parameters in {cluster.buckets:,} {parts} of fp32.",
         "This is arithmetic, not a measurement: bytes over the rate of a node's card, without "
-        "latency, encoding, or what stays inside a node. `gradferry doctor` measures.",
+        f"latency, encoding, or what stays inside a node. `gradferry {measures}` measures.",
         "On GPUs, kernels and tests ran on one H100; no training on several GPUs has been timed.",
     ]
 
@@ -250,8 +335,9 @@ def plan_table(rows: Sequence[Row]) -> Table:
 
         return Column(f"ms at\n{link}", cell)
 
+    exchange = Column("exchange", lambda row: str(row["exchange"] or "-"), is_number=False)
     columns = [
-        Column("exchange", lambda row: str(row["exchange"] or "-"), is_number=False),
+        *([exchange] if first["parallel"] == DDP else []),
         Column("hook", lambda row: f"{row['hook']}{' *' * row['needs_momentum']}", is_number=False),
         Column("MB sent\nby a rank", lambda row: f"{1e-6 * row['wire_bytes']:,.1f}", detail=2),
         Column("MB through\na card", lambda row: f"{1e-6 * row['card_bytes']:,.1f}", detail=1),
@@ -259,9 +345,7 @@ def plan_table(rows: Sequence[Row]) -> Table:
         *map(milliseconds, links),
     ]
     notes = [
-        "flat: every GPU sends to every other, and the GPUs of a node share its card. two-level: "
-        "they add up their gradients first, and each sends to one GPU of every other node. -: "
-        "PyTorch's own all-reduce, in a ring that leaves each node once.",
+        _EXCHANGES[first["parallel"]],
         f"ms: a step without its optimizer, from max(compute, transfer) to compute + transfer, "
         f"with {first['compute_ms']:,g} ms of compute."
         if bounded
@@ -271,8 +355,14 @@ def plan_table(rows: Sequence[Row]) -> Table:
         notes.append("* trains well only in momentum mode (momentum=), or with SGD.")
     asked = {row["hook"] for row in rows}
     notes += [f"{hook}: {loss}." for hook, loss in LOSSES.items() if hook in asked]
-    notes.append("Use q4 unless you need fewer bytes.")
-    title = f"Bytes and times of a step on {first['world']} GPUs"
+    least = min(rows, key=lambda row: row["card_bytes"])
+    notes.append(
+        "Use q4 unless you need fewer bytes."
+        if first["parallel"] == DDP
+        else f"Fewest bytes through a card: {least['hook']}."
+    )
+    under = "" if first["parallel"] == DDP else f" under {first['parallel']}"
+    title = f"Bytes and times of a step on {first['world']} GPUs{under}"
     return Table(title, columns, [row for row in rows if row["link"] == links[0]], notes)
 
 

@@ -18,6 +18,7 @@ from gradferry_lab.bench.train_turns import TrainOptions, TrainOutcome, run_trai
 from gradferry_lab.cli import main
 from gradferry_lab.ranks.hosts import Where
 from gradferry_lab.workloads.models import MODELS
+from gradferry_lab.workloads.parallel import SHARDED_HOOKS
 from world import World
 
 FIRST_KEYS = [
@@ -132,17 +133,62 @@ def case_contest(model: str, hooks: tuple[str, ...], **options: Any) -> Any:
         return error
 
 
-@pytest.mark.parametrize(("parallel", "ranks"), [("hsdp", 4), ("fsdp", 2)])
-def test_hooks_are_compared_under_fsdp2(worlds, parallel: str, ranks: int):
-    options = {"model": "small", "hooks": ("none", "q4"), "parallel": parallel}
-    for none, q4 in worlds(ranks).run(case_contest, bucket_caps_mb=(), **options):
-        for outcome in (none, q4):
+def case_sharded(parallel: str, hooks: tuple[str, ...]) -> Any:
+    return case_contest(model="small", hooks=hooks, parallel=parallel, bucket_caps_mb=())
+
+
+def test_averages_of_replicas_are_compared(worlds):
+    hooks = ("none", "torch:bf16", "q4", "q4+reduce_scatter=q4+all_gather=q8")
+    for none, native, q4, all_three in worlds(4).run(case_sharded, parallel="hsdp", hooks=hooks):
+        for outcome in (none, native, q4, all_three):
             assert (outcome.bucket_cap_mb, outcome.trial_ms) == (None, {})
             assert outcome.wire_bytes == outcome.wire_formula
         assert none.wire_bytes == 0
         assert q4.wire_measured
+        assert 6 < native.wire_bytes / q4.wire_bytes < 7.5  # gradients are averaged in fp32
+        assert all_three.wire_bytes == q4.wire_bytes  # to other replicas
         # One bucket for every block, and one for what is left.
         assert len(q4.last_step.buckets) == 5
+        names = [bucket["exchange"] for bucket in all_three.last_step.buckets]
+        assert {name: names.count(name) for name in names} == {
+            "replicas": 5, "reduce_scatter": 5, "all_gather": 9,
+        }  # fmt: skip
+
+
+def test_gathers_and_the_reduce_scatter_are_compared(worlds):
+    hooks = ("none", *SHARDED_HOOKS["fsdp"])
+    elements = sum(p.numel() for p in MODELS["small"](2).build_model().parameters())
+    for outcomes in worlds(2).run(case_sharded, parallel="fsdp", hooks=hooks):
+        for outcome in outcomes:
+            assert outcome.wire_bytes == outcome.wire_formula
+        sent = {outcome.hook: outcome.wire_bytes for outcome in outcomes}
+        assert sent["none"] == 0
+        # Half of the elements to the other rank; what is left beside the blocks is gathered once.
+        gathered = 2 * (sent["torch:fp32"] - sent["torch:bf16"])
+        scattered = sent["torch:fp32"] - gathered
+        assert scattered == pytest.approx(2 * elements, rel=0.01)
+        assert 1.8 * scattered < gathered < 2 * scattered
+        # Exempt parameters are sent as they are.
+        assert sent["q4+all_gather=off"] - gathered == pytest.approx(0.14 * scattered, rel=0.1)
+        assert sent["off+all_gather=bf16"] == pytest.approx(sent["torch:bf16"], rel=0.01)
+        in_q8 = sent["q4"] - (sent["q4+all_gather=off"] - gathered)
+        assert in_q8 == pytest.approx(0.26 * gathered, rel=0.05)
+        assert sent["off+all_gather=q8"] == scattered + in_q8
+        forward = in_q8 - (sent["q4"] - sent["q4+keep_gathered=True"])
+        assert forward == pytest.approx(0.26 * scattered, rel=0.05)
+        measured = [outcome.hook for outcome in outcomes if outcome.wire_measured]
+        assert measured == ["q4", "q4+keep_gathered=True"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("namespaces_allowed")
+def test_what_a_sharded_model_sends_leaves_its_hosts(rows_of):
+    rows = rows_of(*SMOKE, "--parallel", "fsdp", "--link", "1Gb/s")
+    assert [row["hook"] for row in rows] == ["none", "q4"]
+    for row in rows:
+        assert row["interface_bytes_formula"] == row["wire_bytes_formula"]
+        assert row["interface_bytes"] < 1.05 * row["interface_bytes_formula"] + 16384
+        assert row["interface_bytes"] >= row["interface_bytes_formula"]
 
 
 @pytest.mark.slow

@@ -35,11 +35,11 @@ from gradferry_lab.converge.summary import (
 )
 from gradferry_lab.converge.worlds import deal
 from gradferry_lab.workloads import TASKS
-from gradferry_lab.workloads.hook_names import check_hook
 from gradferry_lab.workloads.optimizers import OPTIMIZERS
+from gradferry_lab.workloads.parallel import check_parallel
 
 TOPK = "topk:ratio=0.01"
-FULL, QUICK = SUITES["full"], SUITES["quick"]
+FULL, QUICK, SHARDED = SUITES["full"], SUITES["quick"], SUITES["sharded"]
 RULER_LOSSES = [2.00, 2.01, 1.99, 2.02, 1.98]
 SIGMA = stdev(RULER_LOSSES) / 2.0
 CONTESTS = [contest for suite in SUITES.values() for contest in suite.contests]
@@ -65,14 +65,16 @@ def test_every_contestant_can_be_trained_and_every_contest_starts_with_its_ruler
     for contest in CONTESTS:
         assert contest.task in TASKS
         first = contest.contestants[0]
-        assert (first.codec, first.mode, first.demand) == (RULER, DENSE, None)
+        assert (first.codec, first.demand) == (RULER, None)
+        assert first.mode == (DENSE if first.parallel == "ddp" else first.parallel)
         assert len(set(contest.contestants)) == len(contest.contestants)
         for one in contest.contestants:
+            assert one.parallel == first.parallel
             assert one.optimizer in OPTIMIZERS
-            check_hook(one.hook(contest.steps))
+            check_parallel(one.parallel, one.hook(contest.steps))
 
 
-@pytest.mark.parametrize("suite", SUITES.values(), ids=lambda suite: suite.name)
+@pytest.mark.parametrize("suite", [QUICK, FULL], ids=lambda suite: suite.name)
 def test_judged_codecs_run_as_users_get_them_and_gaps_are_missed_without_feedback(suite):
     judged = [who for who in demands(suite.contests, Near) if who[3] != MOMENTUM]
     assert judged
@@ -111,6 +113,16 @@ def test_full_demands_what_was_promised():
         assert (contest.ruler_seeds, contest.seeds) == (5, 3)
 
 
+def test_sharded_judges_what_users_get_and_reports_coarser_gathers():
+    (contest,) = SHARDED.contests
+    judged = {who[2:]: demand.floor for who, demand in demands([contest], Near).items()}
+    hooks = ("off+all_gather=q8", "q4+all_gather=off", "q4")
+    assert judged == {(hook, "fsdp"): 0.003 for hook in hooks}
+    reported = {one.codec for one in contest.contestants if one.demand is None}
+    assert reported >= {"off+all_gather=bf16", "off+all_gather=q4", "torch:bf16"}
+    assert (contest.steps, contest.ruler_seeds, contest.seeds) == (400, 3, 3)
+
+
 def test_trainings_of_a_codec_share_seeds_with_the_ruler():
     seeds = {}
     for training in FULL.trainings():
@@ -125,6 +137,7 @@ def test_trainings_of_a_codec_share_seeds_with_the_ruler():
         (Contestant("SGD", "torch:bf16", DENSE), "torch:bf16"),
         (Contestant("AdamW", "q4", "owner"), "q4+error_feedback=owner"),
         (Contestant("SGD", "sign1", MOMENTUM), "sign1+momentum=0.9"),
+        (Contestant("AdamW", "q4+all_gather=off", "fsdp"), "q4+all_gather=off"),
         (
             Contestant("OneBitAdam", "sign1", MOMENTUM, warmup="exact"),
             "sign1+momentum=0.9+warmup_steps=25",

@@ -13,11 +13,12 @@ from gradferry import _native
 from gradferry.ddp.trial import LOSSES
 from gradferry_lab import flags
 from gradferry_lab.cli import main
+from gradferry_lab.ranks.network import parse_rate
 
 KEYS = [
     "kind", "exchange", "hook", "wire_bytes", "card_bytes", "ratio_to_fp32", "needs_momentum",
     "link", "transfer_ms", "compute_ms", "least_step_ms", "most_step_ms", "world", "gpus_per_node",
-    "params",
+    "params", "parallel",
 ]  # fmt: skip
 SMOKE = ("plan", "--smoke")
 ELEMENTS, WORLD = 2e7, 16  # of --smoke
@@ -102,6 +103,53 @@ def test_gpus_that_share_a_card_multiply_the_flat_exchanges_traffic(rows_of: Any
     assert cards[None, "torch:fp32"] == rows[0]["wire_bytes"]
 
 
+def test_a_sharded_model_sends_gradients_once_and_parameters_twice(rows_of: Any) -> None:
+    rows = rows_of("plan", "--parallel", "fsdp", "--world", "8", "--params", "100M")
+    sent = {row["hook"]: row["wire_bytes"] for row in rows}
+    elements = 7 / 8 * 100e6  # of other ranks
+    q4, q8 = 4.28 / 8, 8.13 / 8  # bytes per element; headers and padding are less than 1 %
+    expected = {
+        "torch:fp32": 4 + 2 * 4,
+        "torch:bf16": 4 + 2 * 2,
+        "off+all_gather=bf16": 4 + 2 * 2,
+        "off+all_gather=q8": 4 + 2 * q8,
+        "q4+all_gather=off": q4 + 2 * 4,
+        "q4": q4 + 2 * q8,
+        "q4+keep_gathered=True": q4 + q8,
+    }
+    assert set(sent) == set(expected)
+    for hook, num_bytes in expected.items():
+        assert sent[hook] == pytest.approx(num_bytes * elements, rel=0.01), hook
+
+
+def test_gathers_leave_a_node_once_and_a_compressed_scatter_once_per_gpu(rows_of: Any) -> None:
+    hooks = ("off+all_gather=q8", "q4+all_gather=off")
+    rows = rows_of(*SMOKE[:1], "--parallel", "fsdp", "--world", "16", "--hooks", *hooks)
+    card = {row["hook"]: row["card_bytes"] for row in rows}
+    sent = {row["hook"]: row["wire_bytes"] for row in rows}
+    assert card["torch:fp32"] == sent["torch:fp32"]
+    assert card[hooks[0]] == sent[hooks[0]]
+    # Each of 8 GPUs sends to 8 of the 15 others through the card.
+    dense = 2 / 3 * sent["torch:fp32"]
+    scattered = sent[hooks[1]] - dense
+    assert card[hooks[1]] - dense == pytest.approx(8 * 8 / 15 * scattered, rel=0.01)
+
+
+def test_replicas_send_their_shards_averages_and_nothing_else(
+    rows_of: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of("plan", "--parallel", "hsdp", "--world", "32", "--params", "100M")
+    card = {row["hook"]: row["card_bytes"] for row in rows}
+    ring = 2 * 3 / 4 * 4 * 100e6  # of four nodes
+    assert card["torch:fp32"] == pytest.approx(ring, rel=1e-3)
+    assert card["torch:bf16"] == card["torch:fp32"]  # gradients are averaged in fp32
+    assert card["q4"] == pytest.approx(ring * 4.28 / 32, rel=0.01)
+    assert card["q4+reduce_scatter=q4+all_gather=q8"] == card["q4"]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "`gradferry bench train --parallel hsdp` measures" in shown
+    assert "Fewest bytes through a card: q4." in shown
+
+
 def test_compute_bounds_the_step(rows_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
     links = ("1gbit", "400gbit")
     rows = rows_of(*SMOKE, "--compute-ms", "100", "--link", *links)
@@ -136,6 +184,11 @@ def test_a_model_of_many_buckets_is_as_large_as_all_of_them(rows_of: Any) -> Non
 )
 def test_parameters_are_counted_as_people_write_them(text: str, value: float) -> None:
     assert flags.count(text) == value
+
+
+@pytest.mark.parametrize("text", ["1gbit", "1Gb/s", "1 Gbit/s", "1000Mbps", "1000000kbit"])
+def test_rates_are_read_as_people_write_them(text: str) -> None:
+    assert parse_rate("--link", text) == 1e9
 
 
 @pytest.mark.parametrize("text", ["", "B", "1X", "1.3 Billion", "MM"])

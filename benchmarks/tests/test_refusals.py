@@ -64,14 +64,22 @@ REFUSED = [
     ("bench train --steps 0", "--steps: 0"),
     ("bench train --bucket-caps 4 0", "--bucket-caps: 0"),
     ("bench train --link fast", "--link 'fast'"),
+    ("bench train --link 1GB/s", "--link '1GB/s'"),  # bytes
     ("bench train --ranks 0", "--ranks"),
     ("bench train --parallel hsdp --hooks torch:fp16", "hook 'torch:fp16' is for DDP; under"),
     (
         "bench train --parallel hsdp --hooks torch:powersgd:4",
         "is for DDP; under hsdp there are",
     ),
-    ("bench train --parallel hsdp --hooks sync", "none, torch:fp32 (FSDP2's own collective)"),
-    ("bench train --parallel hsdp --hooks auto", "name a codec, such as q4"),
+    ("bench train --parallel hsdp --hooks sync", "none, torch:fp32, torch:bf16 (FSDP2's own"),
+    ("bench train --parallel hsdp --hooks auto", "name a codec for FSDP2, such as 'q4'"),
+    ("bench train --parallel fsdp --hooks q5", "unknown hook 'q5'"),
+    ("bench train --parallel fsdp --hooks q4+gather=q8", "did you mean 'all_gather'"),
+    ("bench train --parallel fsdp --hooks q4+all_gather=rht", "all_gather='rht' is none of"),
+    ("bench train --parallel fsdp --hooks q4+keep_gathered=1", "keep_gathered cannot be '1'"),
+    ("bench train --parallel fsdp --hooks sign1", "sign1 needs scatter_feedback"),
+    ("bench train --parallel fsdp --hooks q4+momentum=0.8", "is for averages over replicas"),
+    ("bench train --hooks q4+all_gather=q8", "'all_gather' is no argument of attach that can be"),
     (
         "bench train --parallel hsdp --hooks q4+momentum=0.9+warmup_steps=9",
         "leave out warmup_",
@@ -106,6 +114,7 @@ REFUSED = [
     ("doctor --model transfomer", "did you mean 'transformer'"),
     ("doctor --bucket-cap 0", "--bucket-cap: 0"),
     ("doctor --ranks 1", "two ranks at least"),
+    ("doctor --parallel fsdp", "`gradferry bench train --parallel fsdp --model module:function`"),
     ("doctor --smoke --model nope:x", f"--model {BY_SMOKE}"),
     ("doctor --hooks torch:fp32 q4 --smoke", f"--hooks {BY_SMOKE}"),  # the setting, but named
     ("plan --world 1", "must be at least 2"),
@@ -121,10 +130,14 @@ REFUSED = [
     ("plan --hooks q5", "q5"),
     ("plan --hooks auto q4", "'auto' chooses among hooks"),
     ("plan --hooks torch:powersgd:4", "use bench train"),
+    ("plan --hooks none", "hook 'none' sends nothing to speak of"),
+    ("plan --parallel hsdp --world 8", "use --parallel fsdp"),
+    ("plan --parallel fsdp --hooks q4+all_gather=rht", "all_gather='rht' is none of"),
+    ("plan --parallel fsdp --hooks torch:fp16", "hook 'torch:fp16' is for DDP"),
     ("plan --gpu 4090", "--gpu 4090: plan knows no GPUs; say by --compute-ms"),
     ("plan --params 1e4B", "--params: 1e+13 must be"),
     ("plan --smoke --world 64", f"--world {BY_SMOKE}"),
-    ("plan --par 1e9 --smoke", f"--params {BY_SMOKE}"),
+    ("plan --param 1e9 --smoke", f"--params {BY_SMOKE}"),
 ]
 if not torch.cuda.is_available():
     NO_GPU = "sees no GPU on this machine"

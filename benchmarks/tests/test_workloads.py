@@ -21,6 +21,7 @@ import torch.distributed as dist
 from gradferry.core.config import make_config
 from gradferry.ddp.auto import chosen_by
 from gradferry.errors import ConfigError, PeerError, StateError
+from gradferry.fsdp.state import REDUCE_SCATTER, REPLICAS
 from gradferry_lab.ranks.launch import run_ranks, run_worlds
 from gradferry_lab.workloads import TASKS, corpus, load_task
 from gradferry_lab.workloads.convex import (
@@ -34,12 +35,13 @@ from gradferry_lab.workloads.convex import (
 )
 from gradferry_lab.workloads.hook_names import TORCH_HOOKS, check_hook
 from gradferry_lab.workloads.hooks import (
-    ComputedHook,
     _powersgd_elements,
     apply_hook,
     steps_until_steady,
     timed_hooks,
 )
+from gradferry_lab.workloads.parallel import FSDP
+from gradferry_lab.workloads.sharded_bytes import Exchange
 from gradferry_lab.workloads.text import load_text
 from gradferry_lab.workloads.training import Training, check_size, train
 from gradferry_lab.workloads.vision import load_vision, read_idx
@@ -305,10 +307,11 @@ def test_sync_waits_for_all_ranks_once_per_step_and_leaves_gradients_alone(world
 
 
 def test_bytes_to_other_hosts_are_those_within_groups():
-    hosts = (0, 0, 1, 1)
-    between_replicas = ComputedHook("torch:fp32", 10, 10, groups=[(0, 2), (1, 3)])
-    assert between_replicas.bytes_to_other_hosts(hosts) == [10, 10, 10, 10]
-    assert ComputedHook("torch:fp32", 10, 10).bytes_to_other_hosts(hosts) == [0, 10, 0, 10]
+    hosts, bucket = (0, 0, 1, 1), [("weight", torch.empty(10), None)]
+    between_replicas = Exchange(REPLICAS, None, [(0, 2), (1, 3)], lambda: [bucket])
+    assert between_replicas.sent(hosts) == [40, 40, 40, 40]  # 2 * (2 - 1) / 2 of 40 bytes
+    within_one = Exchange(REDUCE_SCATTER, None, [range(4)], lambda: [bucket])
+    assert within_one.sent(hosts) == [0, 30, 0, 30]  # 3/4, in a ring
 
 
 def case_train_in_turns() -> None:
@@ -351,6 +354,27 @@ def test_sharded_training_is_that_of_ddp(worlds: Callable[[int], World]):
     assert q4.measured
     assert q4.wire_bytes_per_step == q4.wire_bytes_formula
     assert 6 < q4.fp32_bytes / q4.wire_bytes_formula < 7.5  # exempt parameters and headers
+
+
+def case_train_as_gathered() -> list[float]:
+    training = Training(load_task("tiny_text"), "off+all_gather=q4", steps=3, seed=0, parallel=FSDP)
+    for _ in range(3):
+        training.step()
+    losses = [training.validate_as_gathered().loss]
+    with training.state.exact_gathers():
+        losses.append(training.validate_as_gathered().loss)
+    run = training.finish()
+    predictions = sum(targets.numel() for _, targets in load_task("tiny_text").validation)
+    return [2 * loss / predictions for loss in losses] + [run.gathered_loss, run.final_loss]
+
+
+def test_exact_gathers_give_the_loss_of_what_optimizers_step(world_of_2: World):
+    answers = world_of_2.run(case_train_as_gathered)
+    as_gathered, exact = (sum(part) / 2 for part in zip(*(a[:2] for a in answers), strict=True))
+    for _, _, gathered_loss, final_loss in answers:
+        assert as_gathered == pytest.approx(gathered_loss, rel=1e-12)
+        assert exact == pytest.approx(final_loss, rel=1e-12)  # the same numbers, in the same order
+        assert abs(gathered_loss / final_loss - 1) > 1e-6
 
 
 # --- the convex task: one optimum, and gaps to it where fp32 cannot subtract ----------------------

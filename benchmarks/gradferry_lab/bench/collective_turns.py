@@ -220,7 +220,14 @@ class _CodecCollective:
 
     def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
         bucket = range(len(self._parameters))
-        sent = planned_bytes(self._config, self._parameters, self._nodes, [bucket], hosts=hosts)
+        sent = planned_bytes(
+            self._config,
+            self._parameters,
+            self._nodes,
+            [bucket],
+            collective=self.op,
+            hosts=hosts,
+        )
         return [elsewhere for elsewhere, _ in sent]
 
     def phase_ms(self) -> dict[str, float]:

@@ -42,14 +42,25 @@ from gradferry_lab.ranks.exchanges import (
 )
 from gradferry_lab.ranks.hosts import Where, ranks_text
 from gradferry_lab.ranks.place import add_device
-from gradferry_lab.workloads.hook_names import NO_HOOK, RULERS, SYNC_HOOK, TORCH_HOOKS
+from gradferry_lab.workloads.hook_names import (
+    NO_HOOK,
+    RULERS,
+    SYNC_HOOK,
+    TORCH_HOOKS,
+)
 from gradferry_lab.workloads.hooks import PHASES, timed_hooks
 from gradferry_lab.workloads.models import check_model
-from gradferry_lab.workloads.parallel import DDP, PARALLEL, check_parallel, refusal
+from gradferry_lab.workloads.parallel import (
+    DDP,
+    FSDP,
+    PARALLEL,
+    SHARDED_HOOKS,
+    check_parallel,
+)
 
 _MOMENTUM = "+momentum=0.9+warmup_steps=100"
 # All at once they take about 0.45 GB per hook and rank, so not every codec is among them.
-_DEFAULT_HOOKS = (*RULERS, *TORCH_HOOKS, "q8", "q4", f"sign1{_MOMENTUM}", f"topk{_MOMENTUM}")
+_DDP_HOOKS = (*RULERS, *TORCH_HOOKS, "q8", "q4", f"sign1{_MOMENTUM}", f"topk{_MOMENTUM}")
 _SMOKE: dict[str, Any] = {
     "hooks": [*RULERS, "torch:fp16", "q4"],
     "model": "small",
@@ -72,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     codecs = " ".join(str(codec["name"]) for codec in _native.codecs())
     flags.add_hooks(
         parser,
-        _DEFAULT_HOOKS,
+        _DDP_HOOKS,
         f"of {NO_HOOK} (no communication; always included), {SYNC_HOOK} (one element per step), "
         f"{' '.join(TORCH_HOOKS)}, off, auto, and codecs: {codecs}. Arguments of attach may "
         f"follow a codec: sign1{_MOMENTUM}",
@@ -84,9 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DDP,
         help="ddp: DistributedDataParallel; hsdp: FSDP2 with a replica of the model on every host, "
         "or two on one host, and the hook between replicas; fsdp: one replica over all ranks, and "
-        "the hook in place of its reduce-scatter. There hooks are none, torch:fp32 (FSDP2's own), "
-        "off, and codecs; every module is a bucket, so that --bucket-caps means nothing (default: "
-        "%(default)s)",
+        "the hook in its reduce-scatter and its gathers of parameters. There hooks are none, "
+        "torch:fp32 and torch:bf16 (FSDP2's own, parameters gathered in that dtype), off, and "
+        "codecs; every module is a bucket, so that --bucket-caps means nothing (default: "
+        f"%(default)s; the hooks of fsdp: {' '.join(SHARDED_HOOKS[FSDP])})",
     )
     flags.add_model(parser)
     add_device(parser)
@@ -164,8 +176,10 @@ def _hooks(arguments: argparse.Namespace) -> Sequence[str]:
     """Those that were named, or all of the default ones that can be used."""
     if arguments.hooks and not arguments.smoke:
         return list(arguments.hooks)
-    hooks = arguments.hooks if arguments.smoke else _DEFAULT_HOOKS
-    return [hook for hook in hooks if refusal(arguments.parallel, hook) is None]
+    sharded = SHARDED_HOOKS.get(arguments.parallel)
+    if not arguments.smoke:
+        return sharded or _DDP_HOOKS
+    return [hook for hook in arguments.hooks if sharded is None or hook in sharded]
 
 
 def _check_sharding(arguments: argparse.Namespace) -> None:
@@ -279,7 +293,7 @@ def train_table(rows: Sequence[Row]) -> Table:
         f"PyTorch's own hooks. {coverage_note(num_rounds)}. Bytes: of the rank that sends most.",
     ]
     if not all(row["wire_bytes_measured"] for row in rows):
-        notes.append("* computed for a ring all-reduce: PyTorch does not count what it sends.")
+        notes.append("* computed for rings, also in part: PyTorch does not count what it sends.")
     until_loss = rows[0].get("until_loss")
     if until_loss is not None:
         columns += [

@@ -50,7 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="suite",
         action="store_const",
         const="full",
-        help="all trainings: about an hour on two cores",
+        help="all trainings under DDP: about an hour on two cores",
+    )
+    size.add_argument(
+        "--sharded",
+        dest="suite",
+        action="store_const",
+        const="sharded",
+        help="trainings of models that FSDP2 shards: about an hour on two cores",
     )
     size.add_argument(
         "--from",

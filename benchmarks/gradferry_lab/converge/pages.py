@@ -10,6 +10,7 @@ from typing import Any
 
 from gradferry_lab.converge.suite import (
     MOMENTUM,
+    SHARDED,
     Contest,
     Contestant,
     Misses,
@@ -22,9 +23,10 @@ from gradferry_lab.output.curves import THEMES, Axis, Curve, Theme, draw_loss_cu
 from gradferry_lab.output.html import Picture, Section, html_page
 from gradferry_lab.output.table import Column, Table, markdown_table, replace_section
 from gradferry_lab.workloads import load_task
+from gradferry_lab.workloads.parallel import DDP
 from gradferry_lab.workloads.task import Task
 
-_SECTION = "results of gradferry converge"
+_SECTION = "results of gradferry converge"  # in a document; of FULL and QUICK
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class Outcome:
     @property
     def name(self) -> str:
         """In file names and titles."""
-        return f"{self.contest.task}_{self.contest.contestants[0].optimizer}"
+        first = self.contest.contestants[0]
+        sharded = "" if first.parallel == DDP else f"_{first.parallel}"
+        return f"{self.contest.task}_{first.optimizer}{sharded}"
 
 
 def judge(suite: Suite, rows: Sequence[Row]) -> list[Outcome]:
@@ -54,6 +58,7 @@ def table_of(suite: Suite, outcome: Outcome) -> Table:
     """The table of one contest."""
     contest, task = outcome.contest, outcome.task
     is_gap = _is_gap(outcome)
+    band = Column("band", lambda row: _band(row["of"]), detail=2)
     columns = [
         Column("optimizer", lambda row: row["of"].contestant.optimizer, is_number=False),
         Column("codec", lambda row: row["of"].contestant.codec, is_number=False),
@@ -67,7 +72,7 @@ def table_of(suite: Suite, outcome: Outcome) -> Table:
             lambda row: "-" if is_gap else _percent(row["of"].excess),
             detail=6 if is_gap else 0,
         ),
-        Column("band", lambda row: _band(row["of"]), detail=2),
+        band,
         Column(task.score_title, lambda row: _score(row["of"].metric), detail=4),
         Column("MB\nsent", lambda row: f"{row['of'].wire_bytes / 1e6:.1f}", detail=4),
         Column("fp32 /\nsent", lambda row: f"{row['of'].ratio:.2f}", detail=1),
@@ -76,6 +81,9 @@ def table_of(suite: Suite, outcome: Outcome) -> Table:
     if is_gap:  # which is the score too
         columns = [column for column in columns if column.title != task.score_title]
     first = outcome.summaries[0]
+    if _is_sharded(outcome):
+        gathered = Column("loss as\ngathered", lambda row: _loss(_as_gathered(row["of"])), detail=2)
+        columns.insert(columns.index(band), gathered)
     return Table(
         title=f"Task {task.name}, {first.contestant.optimizer}: {first.rows[0]['ranks']} ranks, "
         f"{contest.steps} steps",
@@ -138,7 +146,8 @@ def write_markdown(
     parts = [f"{_verdict_line(outcomes)} Obtained with: {facts}."]
     for outcome in outcomes:
         parts.append(markdown_table(table_of(suite, outcome)).strip())
-    replace_section(path, _SECTION, "\n\n".join(parts))
+    section = f"{_SECTION} --{suite.name}" if suite.name == SHARDED.name else _SECTION
+    replace_section(path, section, "\n\n".join(parts))
 
 
 def _verdict_line(outcomes: Sequence[Outcome]) -> str:
@@ -196,9 +205,15 @@ def _note(suite: Suite, outcome: Outcome) -> str:
             f"{what}; gradients have no sampling noise, so that a remaining gap is due to the "
             f"codec. 'stalls' rows are controls: without error feedback they must miss the gap."
         )
+    held = ""
+    if _is_sharded(outcome):
+        held = (
+            " Its parameters are those that optimizers and checkpoints hold; as gathered: those "
+            "that forward passes compute with."
+        )
     return (
-        f"{what}, on the validation data. Against fp32: mean difference to the fp32 training with "
-        f"the same seed. Band: the demanded one, or {sigma:g} standard deviations of "
+        f"{what}, on the validation data.{held} Against fp32: mean difference to the fp32 training "
+        f"with the same seed. Band: the demanded one, or {sigma:g} standard deviations of "
         f"{_ruler(outcome)} if that is more, and with 'x' at least so many times fewer bytes; a "
         f"lower loss is within it. Rows without a band are not judged. Mode momentum: with that "
         f"momentum. Bytes are of the whole training, its warm-up included."
@@ -221,6 +236,15 @@ def _ruler(outcome: Outcome) -> str:
 
 def _is_gap(outcome: Outcome) -> bool:
     return outcome.task.lowest_loss > 0
+
+
+def _is_sharded(outcome: Outcome) -> bool:
+    return outcome.contest.contestants[0].parallel != DDP
+
+
+def _as_gathered(summary: Summary) -> float:
+    losses = [row["gathered_loss"] for row in summary.rows]
+    return float("inf") if None in losses else fmean(losses)
 
 
 def _loss(value: float) -> str:

@@ -9,6 +9,7 @@ from gradferry.core.names import closest
 from gradferry.errors import ConfigError
 
 from gradferry_lab.workloads.optimizers import SGD_MOMENTUM
+from gradferry_lab.workloads.parallel import DDP, FSDP
 
 NUM_RANKS = 4
 RULER = "torch:fp32"  # the baseline of all comparisons
@@ -57,7 +58,8 @@ class Contestant:
     Attributes:
         optimizer: of OPTIMIZERS.
         codec: a codec string, or one of PyTorch's hooks.
-        mode: DENSE for PyTorch's hooks, MOMENTUM, or the `error_feedback` of `attach`.
+        mode: DENSE for PyTorch's hooks, MOMENTUM, or the `error_feedback` of `attach`. FSDP of
+            sharded models: `codec` is then the whole name of the hook.
         demand: None: the result is reported, not judged.
         warmup: codec of the first quarter of the steps, in MOMENTUM; None: there is no warm-up.
             OneBitAdam, which learns its variance meanwhile, has one.
@@ -81,9 +83,14 @@ class Contestant:
             "warmup": self.warmup,
         }
 
+    @property
+    def parallel(self) -> str:
+        """For `workloads.training.train`."""
+        return FSDP if self.mode == FSDP else DDP
+
     def hook(self, steps: int) -> str:
         """Name of the hook, for `workloads.training.train`."""
-        if self.mode == DENSE:
+        if self.mode == DENSE or self.parallel != DDP:
             return self.codec
         if self.mode != MOMENTUM:
             return f"{self.codec}+error_feedback={self.mode}"
@@ -269,7 +276,27 @@ QUICK = Suite(
     sigmas=3,
 )
 
-SUITES = {suite.name: suite for suite in (QUICK, FULL)}
+_NEAR_FP32 = Near(0.003)
+# One replica over all ranks: its reduce-scatter and its gathers, each alone and together.
+_FSDP: Mapping[str, Demand | None] = {
+    RULER: None,
+    "off+all_gather=q8": _NEAR_FP32,
+    "q4": _NEAR_FP32,
+    "off+all_gather=q4": None,
+    "q4+all_gather=off": _NEAR_FP32,
+    "off+all_gather=bf16": None,
+    "torch:bf16": None,
+    "off+all_gather=q8+param_dtype=bf16": None,
+    "q4+all_gather=q4": None,
+}
+_SHARDED = tuple(Contestant("AdamW", hook, FSDP, demand) for hook, demand in _FSDP.items())
+SHARDED = Suite(
+    name="sharded",
+    contests=(Contest("tiny_text", 400, 0.2, _SHARDED, ruler_seeds=3, seeds=3),),
+    sigmas=2,
+)
+
+SUITES = {suite.name: suite for suite in (QUICK, FULL, SHARDED)}
 
 
 def select(

@@ -95,6 +95,7 @@ def _train(emit: Emit, world: int, training: Training) -> TrainingRun:
         steps=training.steps,
         seed=training.seed,
         optimizer=contestant.optimizer,
+        parallel=contestant.parallel,
         on_step=on_step,
     )
 
@@ -102,10 +103,12 @@ def _train(emit: Emit, world: int, training: Training) -> TrainingRun:
 def _row(training: Training, run: TrainingRun) -> dict[str, Any]:
     """One row of the JSON file. `wire_bytes`: sent by the rank that sends most, in all steps."""
     task = _task(training.task)
+    gathered = {} if run.gathered_loss is None else {"gathered_loss": run.gathered_loss}
     return {
         **training.facts(),
         "source": task.source,
         "final_loss": run.final_loss,
+        **gathered,
         "final_metric": run.final_score,
         "wire_bytes": run.cumulative_wire_bytes[-1],
         "initial_loss": run.initial_loss,

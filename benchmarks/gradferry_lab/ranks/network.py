@@ -25,7 +25,7 @@ DEVICE = "link0"  # every host's interface to the others
 UNSHAPED = "unshaped"
 _SUBNET = "10.251.0"  # known to the hosts alone
 _MOST_HOSTS = 32
-_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _BURST_SECONDS = 1e-3  # what a link lets through at once after a pause
 _QUEUE = "50ms"  # how long a link holds packets back before it drops them
 _COUNTERS = Path("/proc/self/net/dev")
@@ -57,14 +57,14 @@ class Link:
 
 
 def parse_rate(flag: str, text: str, others: str = "") -> float:
-    """Bits per second of the option `flag`: `100mbit`, `2.5gbit` and the like. Raises ConfigError.
+    """Bits per second of the option `flag`: `100mbit`, `2.5gbit`, `1Gb/s`. Raises ConfigError.
 
     others: what may be written instead, for its message.
     """
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)(kbit|mbit|gbit)", text)
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?([kKmMgG])(bit|bit/s|b/s|bps)", text)
     if not match or float(match[1]) == 0:
         raise ConfigError(f"{flag} {text!r} is no rate; write 100mbit, 1gbit or 2.5gbit{others}")
-    return float(match[1]) * _UNITS[match[2]]
+    return float(match[1]) * _UNITS[match[2].lower()]
 
 
 def parse_link(text: str) -> Link:

@@ -1,7 +1,9 @@
 """Names of hooks for the commands: PyTorch's as `torch:...`, and every gradferry codec.
 
-Options of `gradferry.attach` may follow a codec: `sign1+momentum=0.9+warmup_steps=100`. `none` does
-not communicate, and `sync` sends one element per step; ranks diverge, so both are for timing only.
+Options of `attach` may follow a codec: `sign1+momentum=0.9+warmup_steps=100`. `none` does not
+communicate, and `sync` sends one element per step; ranks diverge, so both are for timing only.
+Sharded models have options of their own, those of `gradferry.fsdp.attach`, and the `param_dtype` of
+FSDP2's mixed precision: `q4+all_gather=q8+param_dtype=bf16`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,28 @@ _OPTIONS: Mapping[str, Callable[[str], Any]] = {
     "warmup_steps": int,
     "warmup": str,
 }
+PARAM_DTYPE = "param_dtype"
+# FSDP2 alone, by the dtype in which it gathers parameters; None: in that of the parameters. It
+# reduces gradients in fp32.
+SHARDED_NATIVE: Mapping[str, torch.dtype | None] = {PLAIN_DDP: None, "torch:bf16": torch.bfloat16}
+
+
+def _one_of(choices: Mapping[str, Any]) -> Callable[[str], Any]:
+    def chosen(text: str) -> Any:
+        if text not in choices:
+            raise ValueError(text)
+        return choices[text]
+
+    return chosen
+
+
+_SHARDED_OPTIONS: Mapping[str, Callable[[str], Any]] = {
+    **_OPTIONS,
+    "reduce_scatter": str,
+    "all_gather": str,
+    "keep_gathered": _one_of({"True": True, "False": False}),
+    PARAM_DTYPE: _one_of({"bf16": torch.bfloat16}),
+}
 
 
 def check_hook(name: str) -> None:
@@ -57,22 +81,24 @@ def hook_config(name: str) -> Config:
     return make_config(codec, options)
 
 
-def split_options(name: str) -> tuple[str, dict[str, Any]]:
+def split_options(name: str, *, sharded: bool = False) -> tuple[str, dict[str, Any]]:
     """`codec+option=value+...` as the codec and the options that follow it.
 
+    sharded: whether it is a hook of sharded models.
     Raises ConfigError for an option that cannot follow a codec, or a value that it cannot have.
     """
+    known = _SHARDED_OPTIONS if sharded else _OPTIONS
     codec, *texts = name.split("+")
     options = {}
     for text in texts:
         key, _, value = text.partition("=")
-        if key not in _OPTIONS:
+        if key not in known:
             raise ConfigError(
                 f"hook {name!r}: {key!r} is no argument of attach that can be given here; choose "
-                f"from {', '.join(_OPTIONS)}{closest(key, list(_OPTIONS))}"
+                f"from {', '.join(known)}{closest(key, list(known))}"
             )
         try:
-            options[key] = _OPTIONS[key](value)
+            options[key] = known[key](value)
         except ValueError:
             raise ConfigError(f"hook {name!r}: {key} cannot be {value!r}") from None
     return codec, options

@@ -7,8 +7,7 @@ codecs are counted as they are handed to the transport.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,7 +34,6 @@ from gradferry_lab.workloads.hook_names import (
     NO_HOOK,
     PLAIN_DDP,
     POWERSGD,
-    RULERS,
     SYNC_HOOK,
     check_hook,
     powersgd_rank,
@@ -52,8 +50,6 @@ _TORCH_FUNCTIONS = {
     "torch:bf16": default_hooks.bf16_compress_hook,
 }
 PHASES = ("encode_ms", "network_ms", "reduce_ms", "decode_ms")  # of HookState.stats
-
-Groups = Sequence[Sequence[int]]  # ranks of the default group
 
 
 class HookHandle(Protocol):
@@ -99,13 +95,7 @@ def phases_of(stats: Mapping[str, Any]) -> dict[str, float]:
 
 
 def timed_hooks(names: Sequence[str]) -> tuple[str, ...]:
-    """Each once, and `none` first, which all others are compared with.
-
-    Raises ConfigError as check_hook.
-    """
-    for name in names:
-        if name not in RULERS:
-            check_hook(name)
+    """Each once, and `none` first, which all others are compared with."""
     return tuple(dict.fromkeys([NO_HOOK, *names]))
 
 
@@ -128,8 +118,9 @@ def steps_until_steady(name: str) -> int:
     DDP arranges its buckets in the first step, hooks that start with dense steps have two of them,
     and the step after that is the first that is like all others. `auto` measures for longer.
     """
-    codec, options = codec_options(name, COMPRESS_FROM)
-    return (chosen_by(make_config(codec, options)) if codec == AUTO else COMPRESS_FROM) + 1
+    if name.partition("+")[0] != AUTO:
+        return COMPRESS_FROM + 1
+    return chosen_by(make_config(*codec_options(name, COMPRESS_FROM))) + 1
 
 
 def apply_hook(
@@ -161,7 +152,9 @@ def apply_hook(
         return _apply_torch_hook(ddp, name, compress_from or _POWERSGD_START)
     codec, options = codec_options(name, compress_from)
     state = attach(ddp, codec, seed=seed, nodes=nodes, **options)
-    return codec_handle(name, state, dense_bytes, find_unused_parameters=ddp.find_unused_parameters)
+    if state.config.passes_through:
+        return ComputedHook(name, dense_bytes, dense_bytes, state=state)
+    return _CodecHook(name, state, dense_bytes, ddp.find_unused_parameters)
 
 
 def codec_options(name: str, compress_from: int | None) -> tuple[str, dict[str, Any]]:
@@ -173,25 +166,6 @@ def codec_options(name: str, compress_from: int | None) -> tuple[str, dict[str, 
     if compress_from is not None and "warmup_steps" in options:
         options["warmup_steps"] = min(options["warmup_steps"], compress_from)
     return codec, options
-
-
-def codec_handle(
-    name: str,
-    state: Averaging,
-    dense_bytes: int,
-    *,
-    find_unused_parameters: bool = False,
-    groups: Groups | None = None,
-) -> HookHandle:
-    """The handle of a gradferry hook that is attached.
-
-    dense_bytes: as HookHandle says.
-    find_unused_parameters: that of DDP.
-    groups: the ranks that average with each other; None: all.
-    """
-    if state.config.passes_through:
-        return ComputedHook(name, dense_bytes, dense_bytes, state=state, groups=groups)
-    return _CodecHook(name, state, dense_bytes, find_unused_parameters, groups)
 
 
 def all_reduce_bytes(num_elements: int, item_bytes: int, world_size: int) -> int:
@@ -207,17 +181,6 @@ def ring_exchange(num_bytes: int, hosts: Sequence[int]) -> list[int]:
     return [num_bytes * (one != other) for one, other in zip(hosts, after, strict=True)]
 
 
-def _in_groups(
-    groups: Groups | None, hosts: Sequence[int], sent: Callable[[Sequence[int]], list[int]]
-) -> list[int]:
-    """What every rank sends, where `sent` says it for the ranks of one group, by their hosts."""
-    by_rank = [0] * len(hosts)
-    for ranks in groups or [range(len(hosts))]:
-        for rank, num_bytes in zip(ranks, sent([hosts[rank] for rank in ranks]), strict=True):
-            by_rank[rank] = num_bytes
-    return by_rank
-
-
 class _CodecHook:
     """A gradferry codec: the engine counts bytes. If `auto` has chosen `off`, they are computed as
     if all steps had used `off`.
@@ -229,14 +192,12 @@ class _CodecHook:
         state: Averaging,
         dense_bytes: int,
         find_unused_parameters: bool,
-        groups: Groups | None,
     ) -> None:
         self.name = name
         self.state = state
         self.bucket_times: BucketTimes | None = None
         self.dense_bytes = dense_bytes
         self._find_unused_parameters = find_unused_parameters
-        self._groups = groups
 
     @property
     def measured(self) -> bool:
@@ -248,13 +209,9 @@ class _CodecHook:
         return int(self.state.stats()["wire_bytes"])
 
     def formula_bytes(self) -> int:
-        return self._sent(self.state.nodes.of_rank)[self.state.rank]
+        return self.bytes_to_other_hosts(self.state.nodes.of_rank)[self.state.rank]
 
     def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
-        return _in_groups(self._groups, hosts, self._sent)
-
-    def _sent(self, hosts: Sequence[int]) -> list[int]:
-        """By the ranks of one group."""
         if not self.measured:
             return ring_exchange(self.dense_bytes, hosts)
         config, stats = self.state.config, self.state.stats()
@@ -280,7 +237,6 @@ class ComputedHook:
     dense_steps: int = 0  # at the start
     measured: bool = False
     state: Averaging | None = None
-    groups: Groups | None = None  # as for codec_handle
     bucket_times: BucketTimes | None = None
 
     def wire_bytes(self, steps: int) -> int:
@@ -291,7 +247,7 @@ class ComputedHook:
         return self.step_bytes
 
     def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
-        return _in_groups(self.groups, hosts, functools.partial(ring_exchange, self.step_bytes))
+        return ring_exchange(self.step_bytes, hosts)
 
 
 def _apply_torch_hook(ddp: DistributedDataParallel, name: str, powersgd_start: int) -> HookHandle:

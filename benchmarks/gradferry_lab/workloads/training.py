@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from gradferry.core.agreement import Record
 from gradferry.errors import ConfigError, DivergedError
+from gradferry.reduction.averaging import Averaging
 from torch import nn
 
 from gradferry_lab.ranks.hosts import found_hosts
@@ -39,6 +40,7 @@ class TrainingRun:
     initial_loss: float  # of the validation data, as final_loss
     final_loss: float
     final_score: float  # the task's score of the validation data
+    gathered_loss: float | None  # as final_loss, of a sharded model as it computes; None: whole
     losses: list[float]  # of the training batches, one per step, mean over ranks
     cumulative_wire_bytes: list[int]  # sent by the rank that sends most, after each step
     wire_bytes_formula: int  # of that rank, per step
@@ -53,7 +55,7 @@ class TrainingRun:
 
 
 @dataclass(frozen=True)
-class _Sums:
+class Sums:
     """Over the predictions of validation data."""
 
     loss: float
@@ -65,8 +67,9 @@ class _Sums:
 class _RankRun:
     """What one rank saw."""
 
-    initial: _Sums
-    final: _Sums
+    initial: Sums
+    final: Sums
+    gathered: Sums | None = None
     losses: list[float] = field(default_factory=list)
     wire_bytes: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -76,7 +79,8 @@ class _RankRun:
     @classmethod
     def of(cls, record: Record) -> _RankRun:
         """The inverse of asdict()."""
-        sums = {key: _Sums(**record[key]) for key in ("initial", "final")}
+        kinds = ("initial", "final", "gathered")
+        sums = {key: Sums(**record[key]) for key in kinds if record[key] is not None}
         return cls(**{**record, **sums})
 
 
@@ -112,6 +116,7 @@ class Training:
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer, lambda step: _rate(step, steps)
         )
+        self._is_sharded = mesh is not None
         self._batches = _batches(task, seed)
         initial = _validate(task, self._trained.whole())
         self._run = _RankRun(initial, initial)
@@ -131,6 +136,15 @@ class Training:
         run.wire_bytes.append(self._handle.wire_bytes(len(run.losses)))
         return run.losses[-1]
 
+    @property
+    def state(self) -> Averaging | None:
+        """The state of a gradferry hook; None of other hooks."""
+        return self._handle.state
+
+    def validate_as_gathered(self) -> Sums:
+        """Validates a sharded model on this rank's share, with parameters as FSDP2 gathers them."""
+        return _validate(self._task, self._trained.model, together=True)
+
     def finish(self) -> TrainingRun:
         """Validates, and returns the results of all ranks, the same on each. Raises DivergedError
         when ranks end with different parameters.
@@ -139,6 +153,8 @@ class Training:
         run.formula_bytes = self._handle.formula_bytes()
         model = self._trained.whole()
         run.final = _validate(self._task, model)
+        if self._is_sharded:
+            run.gathered = self.validate_as_gathered()
         run.parameters_digest = _digest(model)
         ranks = [_RankRun.of(record) for record in gather_from_ranks(asdict(run))]
         return _combine(self._handle, ranks)
@@ -200,17 +216,24 @@ def _batches(task: Task, seed: int) -> Iterator[Batch]:
         yield inputs[rank::world_size], targets[rank::world_size]
 
 
-def _validate(task: Task, model: nn.Module) -> _Sums:
-    """Over this rank's share of the validation data."""
+def _validate(task: Task, model: nn.Module, *, together: bool = False) -> Sums:
+    """Over this rank's share of the validation data.
+
+    together: every rank calls the model equally often, as one that is sharded must be called.
+    """
     model.eval()
     loss, score, predictions = 0.0, 0.0, 0
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    share = task.validation[rank::world_size]
     with torch.no_grad():
-        for inputs, targets in task.validation[dist.get_rank() :: dist.get_world_size()]:
+        for inputs, targets in share:
             outputs = model(inputs)
             loss += task.loss(outputs, targets).item()
             score += task.score(outputs, targets).item()
             predictions += num_predictions(outputs)
-    return _Sums(loss, score, predictions)
+        if together and rank >= len(task.validation) % world_size > 0:
+            model(task.validation[0][0])  # ranks before this one have one batch more
+    return Sums(loss, score, predictions)
 
 
 def _digest(model: nn.Module) -> int:
@@ -229,6 +252,7 @@ def _combine(handle: HookHandle, ranks: list[_RankRun]) -> TrainingRun:
             f"training; a hook must give every rank the same gradients"
         )
     busiest = max(ranks, key=lambda run: run.wire_bytes[-1])
+    gathered = [run.gathered for run in ranks if run.gathered is not None]
     timed = [run.seconds[_UNTIMED_STEPS:] or run.seconds for run in ranks]
     return TrainingRun(
         hook=handle.name,
@@ -237,6 +261,7 @@ def _combine(handle: HookHandle, ranks: list[_RankRun]) -> TrainingRun:
         initial_loss=_mean([run.initial for run in ranks], lambda sums: sums.loss),
         final_loss=_mean([run.final for run in ranks], lambda sums: sums.loss),
         final_score=_mean([run.final for run in ranks], lambda sums: sums.score),
+        gathered_loss=_mean(gathered, lambda sums: sums.loss) if gathered else None,
         losses=[fmean(losses) for losses in zip(*(run.losses for run in ranks), strict=True)],
         cumulative_wire_bytes=busiest.wire_bytes,
         wire_bytes_formula=busiest.formula_bytes,
@@ -245,5 +270,5 @@ def _combine(handle: HookHandle, ranks: list[_RankRun]) -> TrainingRun:
     )
 
 
-def _mean(ranks: list[_Sums], total: Callable[[_Sums], float]) -> float:
+def _mean(ranks: list[Sums], total: Callable[[Sums], float]) -> float:
     return sum(map(total, ranks)) / sum(sums.predictions for sums in ranks)

@@ -390,6 +390,7 @@ def planned_bytes(
     nodes: Nodes,
     buckets: Sequence[Sequence[int]],
     *,
+    collective: str = "all_reduce",
     hosts: Sequence[int] | None = None,
     in_warmup: bool = False,
     find_unused_parameters: bool = False,
@@ -398,19 +399,19 @@ def planned_bytes(
 
     Args:
         config: of the hook.
-        parameters: as the engine has them; with owners, it is a reduce-scatter.
+        parameters: as the engine has them.
         nodes: which ranks add their gradients before they send them.
         buckets: of the step: the indices of the parameters of each, in bucket order.
+        collective: of every bucket: "all_reduce", "reduce_scatter" or "all_gather".
         hosts: of every rank; the ranks of a node share one. None: every node is a host.
         in_warmup: the step is one of `warmup_steps`.
         find_unused_parameters: that of DDP, for gradients on the CPU.
     """
-    scatters = any(parameter.owner is not None for parameter in parameters)
     options = _native.EngineOptions(
         **config.for_engine(nodes.world_size),
         parameters=[parameter.native() for parameter in parameters],
         nodes=nodes.members,
-        collective="reduce_scatter" if scatters else "all_reduce",
+        collective=collective,
         find_unused_parameters=find_unused_parameters,
     )
     return _native.planned_bytes(

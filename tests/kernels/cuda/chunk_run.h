@@ -379,12 +379,13 @@ inline std::string first_difference(const ChunkRun& run, const Buffer& kernels,
     return said + ": " + std::to_string(kernels.size()) + " bytes, not " +
            std::to_string(host.size());
   }
+  const std::byte *a = kernels.data(), *b = host.data();
   size_t num_bytes = 0;
   for (size_t i = 0; i < host.size(); ++i) {
-    if (kernels[i] == host[i] || ++num_bytes > kMostSaid) continue;
+    if (a[i] == b[i] || ++num_bytes > kMostSaid) continue;
     said += (num_bytes == 1 ? ": byte " : "; ") + std::to_string(i) + " is " +
-            std::to_string(std::to_integer<int>(kernels[i])) + ", not " +
-            std::to_string(std::to_integer<int>(host[i]));
+            std::to_string(std::to_integer<int>(a[i])) + ", not " +
+            std::to_string(std::to_integer<int>(b[i]));
   }
   return said + "; " + std::to_string(num_bytes) + " of " + std::to_string(host.size()) +
          " bytes differ (a message begins with its header, of " + std::to_string(kHeaderBytes) +

@@ -1,0 +1,192 @@
+"""A model that FSDP2 shards, with a hook on what it exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gradferry import fsdp
+from gradferry.fsdp.model import sharded_modules
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradferry_lab.workloads.hook_names import (
+    NO_HOOK,
+    PARAM_DTYPE,
+    SHARDED_NATIVE,
+    split_options,
+)
+from gradferry_lab.workloads.hooks import HookHandle
+from gradferry_lab.workloads.sharded_bytes import NO_CODECS, Exchange, choice_of, exchanges_of
+
+
+class Sharded:
+    """The model on this rank. For its arguments see `parallel.parallelize`."""
+
+    def __init__(
+        self,
+        build_model: Callable[[], nn.Module],
+        hook: str,
+        mesh: DeviceMesh,
+        *,
+        seed: int,
+        compress_from: int | None,
+        nodes: object,
+    ) -> None:
+        self._build_model = build_model
+        self.model = build_model()
+        replicas = mesh["replica"]
+        averages = replicas.size() > 1
+        codec, options, dtype = _asked(hook, compress_from)
+        whole_mesh = averages and codec is None and hook != NO_HOOK
+        _shard(self.model, mesh if whole_mesh else mesh["shard"], dtype)
+        modules = sharded_modules(self.model)
+        state: fsdp.ShardedState | None = None
+        if codec is not None and averages:
+            state = fsdp.attach(self.model, codec, replicas, seed=seed, nodes=nodes, **options)
+        elif codec is not None:
+            state = fsdp.attach(self.model, codec, seed=seed, **options)
+        elif hook == NO_HOOK and not averages:
+            for module in modules:
+                module.reduce_scatter = _OwnGradients()
+                module.replace_all_gather(_OwnParameters())
+        ranks = mesh.mesh.tolist()
+        own = exchanges_of(modules, NO_CODECS, ranks)
+        exchanges = own if hook != NO_HOOK else []
+        if codec is not None:
+            choice = choice_of(hook, modules, averages=averages)
+            exchanges = exchanges_of(modules, choice, ranks)
+        self.handle: HookHandle = _Handle(hook, state, exchanges, own)
+
+    def whole(self) -> nn.Module:
+        """See `parallel.ParallelModel`."""
+        from torch.distributed.tensor import DTensor
+
+        with torch.random.fork_rng():
+            whole = self._build_model()
+        values = {
+            name: value.full_tensor() if isinstance(value, DTensor) else value
+            for name, value in self.model.state_dict().items()
+        }
+        whole.load_state_dict(values)
+        return whole
+
+
+def _asked(
+    hook: str, compress_from: int | None
+) -> tuple[str | None, dict[str, Any], torch.dtype | None]:
+    """The codec, None without one; other arguments of attach; the dtype of gathered parameters."""
+    if hook == NO_HOOK or hook in SHARDED_NATIVE:
+        return None, {}, SHARDED_NATIVE.get(hook)
+    codec, options = split_options(hook, sharded=True)
+    dtype = options.pop(PARAM_DTYPE, None)
+    if compress_from is not None and "warmup_steps" in options:
+        options["warmup_steps"] = min(options["warmup_steps"], compress_from)
+    return codec, options, dtype
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
+    """Shards every block, and what is left. A loss is computed in fp32, whatever `dtype` is."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    for module in (*_blocks(model), model):
+        policy = MixedPrecisionPolicy()
+        if dtype is not None:
+            output = torch.float32 if module is model else None
+            policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, output_dtype=output)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """What models are made of: the outermost modules in lists and sequences."""
+    for child in model.children():
+        listed = isinstance(model, nn.ModuleList | nn.Sequential)
+        if not listed or isinstance(child, nn.ModuleList):
+            yield from _blocks(child)
+        elif any(parameter.requires_grad for parameter in child.parameters()):
+            yield child
+
+
+class _Handle:
+    """Bytes of codecs are counted by their engines; those of FSDP2's own exchanges are computed.
+
+    exchanges: of a step. own: the same of FSDP2 alone.
+    """
+
+    bucket_times = None
+
+    def __init__(
+        self,
+        name: str,
+        state: fsdp.ShardedState | None,
+        exchanges: Sequence[Exchange],
+        own: Sequence[Exchange],
+    ) -> None:
+        self.name = name
+        self.state = state
+        self._exchanges = exchanges
+        self._own = own
+
+    @property
+    def measured(self) -> bool:
+        return bool(self._exchanges) and all(each.is_counted for each in self._exchanges)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(each.ring_bytes(item_bytes=4) for each in self._own)
+
+    def wire_bytes(self, steps: int) -> int:
+        stats = self.state.stats()["exchanges"] if self.state else {}
+        return sum(
+            int(stats[each.name]["wire_bytes"]) if each.is_counted else steps * each.ring_bytes()
+            for each in self._exchanges
+        )
+
+    def formula_bytes(self) -> int:
+        return self.bytes_to_other_hosts(range(dist.get_world_size()))[dist.get_rank()]
+
+    def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
+        steps = int(self.state.stats()["steps"]) if self.state else 0
+        sent = [each.sent(hosts, steps=steps) for each in self._exchanges]
+        return [sum(of_rank) for of_rank in zip([0] * len(hosts), *sent, strict=True)]
+
+
+class _OwnGradients:
+    """In place of FSDP2's reduce-scatter: every rank keeps its part of its own gradients."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+
+
+class _OwnParameters:
+    """In place of FSDP2's all-gather: every rank takes its own shards for those of the others."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        for part in output_tensor.view(group.size(), -1):
+            if part.data_ptr() != input_tensor.data_ptr():
+                part.copy_(input_tensor)
