@@ -242,17 +242,25 @@ void BucketEngine::request_stop() {
 
 void BucketEngine::settle() {
   std::unique_lock lock(life_.mutex);
-  life_.changed.wait(lock, [&] { return life_.unconfirmed == 0 || life_.death; });
+  life_.changed.wait(lock, [&] { return life_.stats.in_flight == 0 || life_.death; });
   if (life_.death) throw Error(*life_.death);
+  lock.unlock();
+  expect_no_fault();
 }
 
 bool BucketEngine::decode_kept(const std::vector<uint32_t>& parameters,
                                const at::Tensor& gradient) {
-  settle();
-  const auto found = plans_[0].find(parameters);
-  if (found == plans_[0].end()) return false;
-  check_gradient(found->second, gradient);
-  if (!decode_kept(found->second, gradient)) return false;
+  expect_alive();
+  try {
+    const auto found = plans_[0].find(parameters);
+    if (found == plans_[0].end()) return false;
+    check_gradient(found->second, gradient);
+    if (!decode_kept(found->second, gradient)) return false;
+  } catch (...) {
+    // The others have what they need, and go on to where this rank will not come.
+    fail(describe_failure(std::current_exception(), options_.world_rank()));
+    raise(*life_.death);
+  }
   const std::lock_guard lock(life_.mutex);
   life_.stats.gradient_bytes += gradient.nbytes();
   return true;

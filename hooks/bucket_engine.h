@@ -91,13 +91,14 @@ class BucketEngine {
   bool fail(const Error& error);
   // Throws the error that has ended the engine, if one has.
   void expect_alive() const;
-  // Waits for the commits of all buckets whose Future is complete, then does what expect_alive()
-  // does. The Futures of an all-gather on a host complete before the commits have come: call this
-  // where the result is followed by something else than another bucket.
+  // Waits until nothing is in flight, with all commits, then does what expect_alive() does; on a
+  // device also throws what it has found so far, for which the host waits. The Futures of an
+  // all-gather on a host complete before the commits have come: call this where something follows
+  // that all ranks must come to. Every rank waits for the same buckets, so that all of them throw.
   void settle();
   // With keep_gathered: puts into `gradient` what the last run() with these parameters received,
-  // and sends nothing. Does what settle() does. False: there was none. On the thread that calls
-  // run(); throws what that throws.
+  // and sends nothing. False: there was none. On the thread that calls run(); throws what that
+  // throws.
   bool decode_kept(const std::vector<uint32_t>& parameters, const at::Tensor& gradient);
 
   EngineStats stats() const;
@@ -155,6 +156,8 @@ class BucketEngine {
 
   // The part of run() after the bucket was accepted. An exception ends the engine.
   virtual void average(Bucket bucket) = 0;
+  // Throws what a device has found so far.
+  virtual void expect_no_fault() {}
   // The part of decode_kept() after the bucket was found sound.
   virtual bool decode_kept(const BucketPlan& plan, const at::Tensor& gradient) = 0;
   // What this rank sent to ranks of other nodes, and to those of its own.

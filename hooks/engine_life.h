@@ -41,8 +41,6 @@ struct EngineLife {
   std::optional<Error> death;  // the error that every call throws; once set it never changes
   bool running = false;        // run() is active
   bool stop = false;           // of a host's engine: its last handle is gone, or the process ends
-  // Buckets whose Future is complete, and whose commits have not come: of an all-gather on a host.
-  uint64_t unconfirmed = 0;
   EngineStats stats;
 };
 

@@ -281,6 +281,12 @@ uint64_t DeviceEngine::local_bytes() const {
   return exchanges_ ? context_.transport->local_bytes() : 0;
 }
 
+void DeviceEngine::expect_no_fault() {
+  if (!commits_) return;
+  const c10::StreamGuard guard = behind_all();
+  commits_->expect_no_fault();
+}
+
 // Waits on the host for everything that was enqueued, and makes F current.
 c10::StreamGuard DeviceEngine::behind_all() const {
   c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();

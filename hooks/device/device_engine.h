@@ -52,6 +52,7 @@ class DeviceEngine final : public BucketEngine {
                std::unique_ptr<DeviceTransport> transport);
 
   void average(Bucket bucket) override;
+  void expect_no_fault() override;
   bool decode_kept(const BucketPlan& plan, const at::Tensor& gradient) override;
   uint64_t sent_bytes() const override;
   uint64_t local_bytes() const override;

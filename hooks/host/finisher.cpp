@@ -454,7 +454,6 @@ void Finisher::complete(BucketJob& bucket) {
   {
     const std::lock_guard lock(life_.mutex);
     --life_.stats.in_flight;
-    if (!bucket.future) --life_.unconfirmed;
     if (!bucket.nonfinite_tiles.empty() && options_.touches_residuals(bucket.step)) {
       residuals_.note_nonfinite();
     }
@@ -470,10 +469,6 @@ void Finisher::deliver_early() {
   BucketJob& bucket = *commits_.back().bucket;
   if (!bucket.future || bucket.fault) return;
   bucket.event.complete_ns = EventLog::now();
-  {
-    const std::lock_guard lock(life_.mutex);
-    ++life_.unconfirmed;
-  }
   deliver(bucket);
 }
 

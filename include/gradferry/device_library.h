@@ -25,7 +25,7 @@ struct Message {
 
 // The first fault on this rank since the start, except that a cause replaces
 // WireStatus::kPeerTrouble, the echo of another rank's error. One per engine, in device memory,
-// zero at first. After a fault, every message of Phase::kGather carries its status.
+// zero at first. After a fault, every message that reduce writes carries its status.
 struct Findings {
   uint32_t status;  // WireStatus
   uint32_t phase;

@@ -10,8 +10,10 @@ import gradferry
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from gathering import round_trip
 from gradferry import _native
+from outcomes import Outcome, attempt
 from reduce_scattering import Case, Steps
 from reference import gathered_bytes_per_step, widen
 from test_reduce_scatter import SMALL, scattering_options, spec
@@ -105,6 +107,28 @@ def test_parameters_and_bytes_are_as_written(worlds: Worlds, case: Case, keep: b
         assert (stats["chunks"] > stats["buckets"]) == bool(case.options)
         assert workspace["send_bytes"] == workspace["receive_bytes"] == 0
         assert (workspace["gathered_bytes"] == 0) == keep
+
+
+def case_ends_in_flight() -> Outcome:
+    """What rank 0 hears when it settles a gather to which rank 1 does not come."""
+    case = Case(2, "q8")
+    steps = Steps(case, collective="all_gather")
+    if steps.rank == 0:
+        bucket = case.buckets[0]
+        call = steps.reducer.start([(bucket, own_alone(steps, 0, bucket))], in_background=False)
+    dist.barrier()
+    if steps.rank == 1:
+        steps.engine.fail("rank 1: no more")
+    outcome = attempt(steps.engine.settle)
+    if steps.rank == 0:
+        assert attempt(call.wait).headline == outcome.headline
+    return outcome
+
+
+def test_settling_waits_for_what_is_in_flight(worlds: Worlds) -> None:
+    for outcome in worlds(2).run(case_ends_in_flight):
+        assert outcome.error in ("StateError", "PeerError")  # its own, or another rank's
+        assert "rank 1: no more" in outcome.text
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,35 @@ def test_evaluation_has_the_parameters_as_they_are(worlds: Worlds) -> None:
         assert not any(answer.values()), answer
 
 
+class _StoppedError(RuntimeError):
+    """What a user's code raises in a backward pass."""
+
+
+def case_stopped() -> list[str]:
+    model = built("wide")
+    gradferry.fsdp.attach(model, all_gather="q4", keep_gathered=True, **ONLY_GATHERS)
+    watch, state = Watch(model), model.state_dict()
+    targets = targets_of(model, torch.float32)
+    loss = model(targets)
+
+    def stop(_: torch.Tensor) -> None:
+        raise _StoppedError
+
+    targets["blocks.1"]["weight"].register_hook(stop)
+    with pytest.raises(_StoppedError):
+        loss.backward()
+    model.load_state_dict({name: 1.25 * value for name, value in state.items()})
+    watch.seen = {}
+    with torch.no_grad():
+        model(targets_of(model, torch.float32))
+    return differing(watch.seen, masters(model), "q4", torch.float32, {})
+
+
+def test_kept_messages_answer_no_forward_pass_after_an_exception(worlds: Worlds) -> None:
+    # FSDP2 then takes the module in which the backward pass has ended for one in backward.
+    assert worlds(4).run(case_stopped) == [[]] * 4
+
+
 def case_rules() -> list[list[str]]:
     model = built("plain")
     rules = [{"name": "blocks.0.*", "codec": "exact"}, {"name": "scale", "codec": "q8"}]

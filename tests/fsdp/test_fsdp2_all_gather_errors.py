@@ -158,6 +158,8 @@ def case_refused() -> dict[str, Outcome]:
         "unknown": attached(all_gather="q9"),
         "rule": attached(all_gather_rules=[{"codec": "topk"}]),
         "bad rule": attached(all_gather_rules=[{"kodec": "q4"}]),
+        "codec": attached(codec="q9", **ONLY_GATHERS),
+        "no scatter": attached(reduce_scatter=None),
         "keep": attached(keep_gathered=1),
         "kept nothing": attached(all_gather="off", keep_gathered=True),
         "ruled nothing": attached(all_gather="off", all_gather_rules=[{"codec": "q4"}]),
@@ -183,6 +185,9 @@ def case_refused() -> dict[str, Outcome]:
     model = built("plain")
     found["first"] = attached(model)
     found["second"] = attached(model)
+    model = built("plain")
+    assert attached(model, **ONLY_GATHERS).error is None
+    found["second gathers"] = attached(model, **ONLY_GATHERS)
     return found
 
 
@@ -207,6 +212,8 @@ TEXTS = {
     "unknown": "all_gather='q9' is none of",
     "rule": "all_gather_rules[0]['codec']='topk",
     "bad rule": "all_gather: rules[0] has unknown key 'kodec'",
+    "codec": "q9",
+    "no scatter": "None",
     "keep": "keep_gathered=1 must be True or False",
     "kept nothing": "keep_gathered=True is for the all-gather: give all_gather",
     "ruled nothing": "is for the all-gather: give all_gather",
@@ -221,6 +228,7 @@ TEXTS = {
     "encoded": "is a Encoded, a tensor subclass that encodes itself",
     "mixed": "'bias' in torch.float32, as bytes without boundaries",
     "second": "gradferry is attached to this model already",
+    "second gathers": "gradferry is attached to this model already",
 }
 KINDS_OF_ERRORS = dict.fromkeys(("unequal", "unequal keeps", "unequal rules"), "RankMismatchError")
 

@@ -19,7 +19,7 @@ from gradferry.core.options import SHARDED_DEFAULTS, ShardedOptions, takes_optio
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, GradferryError
 from gradferry.fsdp.choice import NOT_SHARDED, Choice, choose
-from gradferry.fsdp.gathers import GatherHook, Gathers
+from gradferry.fsdp.gathers import GatherHook, Gathers, Settled
 from gradferry.fsdp.hooks import (
     GradientHook,
     ModuleHook,
@@ -360,7 +360,7 @@ def _check_replicas(modules: Sequence[ShardedModule]) -> None:
 
 
 def _expect_free(module: ShardedModule, what: str, found: object) -> None:
-    if isinstance(found, ModuleHook):
+    if isinstance(found, (ModuleHook, Settled)):
         raise ConfigError(f"gradferry is attached to this model already, at {module.name!r}")
     if found is not None:
         raise ConfigError(

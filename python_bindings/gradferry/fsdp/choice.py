@@ -64,18 +64,18 @@ def choose(
     own = {name: asked.pop(name) for name in SHARDED_DEFAULTS if name not in DEFAULTS}
     alone = modules[0].shard_group.size() == 1
     scatter, gather = own["reduce_scatter"], own["all_gather"]
+    leaves_scatter = averages if scatter == AUTO else scatter == OFF
     if scatter == AUTO:
-        scatter = None if averages else codec  # "off" counts steps, and passes through
-    elif scatter == OFF:
-        scatter = None
+        scatter = codec  # "off" counts steps, and passes through
     if gather == AUTO:
         gather = OFF if averages or alone or codec == OFF else "q8"
     choice = Choice(
         replicas=_config(codec, asked) if averages else None,
-        reduce_scatter=None if scatter is None else _scattering(scatter, asked, own, modules),
+        reduce_scatter=None if leaves_scatter else _scattering(scatter, asked, own, modules),
         all_gather=None if gather == OFF else _gathering(gather, asked, own, modules),
     )
     if not averages:
+        _config(codec, asked)  # checked, where reduce_scatter names another
         _expect_defaults(asked, _OF_REPLICAS, "averages over replicas: give replicate_group")
     if choice.replicas is None and choice.reduce_scatter is None:
         of_gradients = [name for name in asked if name not in _SHARED]

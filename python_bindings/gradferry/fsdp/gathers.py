@@ -49,6 +49,11 @@ class Gathers:
         if running.engine is not None and running.transport.on_host:
             self.end_others_after(running.engine.settle)
 
+    def expect_no_fault(self) -> None:
+        """Does the same on a device, too, for which the host waits."""
+        if self._running.engine is not None:
+            self.end_others_after(self._running.engine.settle)
+
     def end_others_after(self, act: Callable[[], Result]) -> Result:
         """Acts. An error ends the other exchanges, too, for whose messages ranks may wait."""
         try:
@@ -56,7 +61,7 @@ class Gathers:
         except GradferryError as error:
             for running in self.others:
                 if running.engine is not None:
-                    running.engine.fail(str(error))
+                    running.engine.fail(str(error).splitlines()[0])
             raise
 
     def watch(self, model: nn.Module) -> None:
@@ -104,7 +109,7 @@ class GatherHook(ModuleHook):
         self._default = self._module.replace_all_gather(self)
         reduces = isinstance(self._module.reduce_scatter, ReduceScatterHook)
         if self._running.transport.on_host and not reduces:
-            self._module.wrap_reduce_scatter(lambda comm: _Settled(comm, self._gathers))
+            self._module.wrap_reduce_scatter(lambda comm: Settled(comm, self._gathers))
 
     def is_set(self) -> bool:
         return self._module.all_gather is self
@@ -139,6 +144,7 @@ class GatherHook(ModuleHook):
             if not self._module.gathers_again:
                 self._is_kept = False
             self.passed += 1
+            self._gathers.settle()  # a rank that has found an error does not come to this
             work: dist.Work | None = self._default(
                 output_tensor=output_tensor,
                 input_tensor=input_tensor,
@@ -146,8 +152,10 @@ class GatherHook(ModuleHook):
                 async_op=async_op,
             )
             return work
-        self._expect_unchanged(input_tensor, group)
-        backward = self._module.gathers_for == _BACKWARD
+        self._gathers.end_others_after(lambda: self._expect_unchanged(input_tensor, group))
+        # After an exception FSDP2's state is that of the pass that it has ended.
+        in_backward = torch._C._current_graph_task_id() != -1
+        backward = in_backward and self._module.gathers_for == _BACKWARD
         if backward and self._is_kept:
             answer = functools.partial(engine.decode_kept, self._indices, output_tensor)
             if self._gathers.end_others_after(answer):
@@ -207,7 +215,7 @@ class _Gathering(dist.Work):
         return self._pending.is_completed()
 
 
-class _Settled:
+class Settled:
     """FSDP2's reduce-scatter, or the user's, which a rank that has found an error does not come to:
     the others must hear of it before they wait there.
     """

@@ -172,6 +172,11 @@ class ShardedModule:
         """
         return bool(self._param_group().is_sharded_post_forward)
 
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether ``unshard(async_op=True)`` has begun a gather that nothing has waited for."""
+        return self._param_group()._all_gather_result is not None
+
     def reshard(self) -> None:
         """Frees gathered parameters, so that the next use gathers them again."""
         self._param_group().reshard()
@@ -244,6 +249,15 @@ class ShardedModule:
         group = self._group()
         assert group is not None  # it holds the hook that asks
         return group
+
+
+def finalizes_by_hand(model: nn.Module) -> bool:
+    """Whether ``set_manual_backward_finalization(True)`` was called on it, of torch 2.15."""
+    from torch.distributed.fsdp import FSDPModule
+
+    state = model._get_fsdp_state() if isinstance(model, FSDPModule) else None
+    context = getattr(state, "_state_ctx", None)
+    return bool(getattr(context, "manual_backward_finalization", False))
 
 
 def sharded_modules(model: nn.Module) -> list[ShardedModule]:

@@ -147,11 +147,11 @@ class ShardedState(Averaging):
         ...     evaluate(model)
 
         Call it on all ranks, outside of forward and backward passes. What was gathered before, and
-        within, is freed, so that the next pass gathers it again. Without a compressed all-gather it
-        does nothing.
+        within, is freed, so that the next pass gathers it again: a backward pass after it gathers
+        anew, compressed. Without a compressed all-gather it does nothing.
 
         Raises:
-            StateError: this is the middle of a pass.
+            StateError: this is the middle of a pass, or of a gather by hand.
         """
         gathers = next((each.gathers for each in self._attached if each.gathers), None)
         if gathers is None:
@@ -173,6 +173,11 @@ class ShardedState(Averaging):
                 raise StateError(
                     f"{module.name!r} is in the middle of a pass; enter and leave exact_gathers() "
                     "before forward() or after backward()"
+                )
+            if module.gathers_ahead:
+                raise StateError(
+                    f"{module.name!r} is being gathered by unshard(async_op=True); wait for that "
+                    "before exact_gathers()"
                 )
 
     def _reshard(self) -> None:
@@ -202,6 +207,9 @@ class ShardedState(Averaging):
         Raises:
             StateError: an error has ended the hook, or this is the middle of a step.
         """
+        for each in self._attached:
+            if each.gathers is not None:
+                each.gathers.expect_no_fault()
         return {
             part: save_load.save(each.running, synced_passes(each.hooks))
             for part, each in self._saved().items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -13,6 +14,7 @@ from gradferry.core.names import first_of
 from gradferry.fsdp.hooks import fail, synced_passes, warn_or_end
 from gradferry.fsdp.model import (
     ShardedModule,
+    finalizes_by_hand,
     modules_outside,
     sharded_modules,
     unsharded_parameters,
@@ -67,11 +69,18 @@ class Guard:
         self._checks = 0
 
     def __call__(self, model: nn.Module, *_: object) -> None:
-        for each in self.attached:
+        # Gathers first: an error there ends the others.
+        for each in sorted(self.attached, key=lambda each: each.averages):
             if each.running.engine is not None:
                 each.running.engine.expect_alive()
-                if not each.averages:
-                    self._expect_set(each)
+                if each.gathers is not None:
+                    each.gathers.end_others_after(partial(self._expect_set, each))
+        if finalizes_by_hand(model):
+            fail(
+                self.running,
+                "set_manual_backward_finalization(True) reduces gradients after the backward pass, "
+                "where no hook is called for it; leave it out",
+            )
         if not self._was_compared:
             self._was_compared = True
             self._compare_modules(model)
