@@ -264,11 +264,9 @@ def _of_sharded(cluster: _Cluster, hook: str, parallel: str) -> tuple[int, int]:
             on_gpus = replace(exchange, config=on_streams(exchange.config))
         sent = on_gpus.sent(range(nodes.world_size))
         of_rank += max(sent)
-        # Devices gather in a ring, with a codec, too.
-        in_ring = exchange.name == ALL_GATHER
-        leaving = (
-            ring_exchange(max(sent), nodes.of_rank) if in_ring else on_gpus.sent(nodes.of_rank)
-        )
+        leaving = on_gpus.sent(nodes.of_rank)
+        if exchange.name == ALL_GATHER:  # devices gather in a ring, with a codec, too
+            leaving = ring_exchange(max(sent), nodes.of_rank)
         of_card = [a + b for a, b in zip(of_card, leaving, strict=True)]
     scale = cluster.buckets / count
     return round(of_rank * scale), round(busiest_host(nodes, of_card)[1] * scale)
