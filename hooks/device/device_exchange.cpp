@@ -382,7 +382,7 @@ void DeviceExchange::decode_kept(DeviceJob& job) {
   }
 }
 
-// Of all owners; an all-gather has one rank per node.
+// The messages of all owners: an all-gather has one rank per node.
 uint64_t DeviceExchange::gathered_bytes(const DeviceChunk& planned) const {
   return uint64_t{planned.gather_message_bytes} * nodes_.num_nodes();
 }

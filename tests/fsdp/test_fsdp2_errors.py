@@ -426,9 +426,9 @@ def train_sharded(sharding: Sharding, model: nn.Module, steps: int) -> None:
         optimizer.step()
 
 
-def case_other_hook_on_shards() -> list[list[str]]:
-    """Warnings before another hook takes the place of gradferry's, and after; and of local steps,
-    which keep gradients to themselves.
+def case_other_hook_on_shards() -> tuple[list[str], Outcome]:
+    """Warnings before another hook takes the place of gradferry's on one rank, local steps among
+    them, which keep gradients to themselves; and what all ranks hear then.
     """
     sharding = Sharding(replicas=2, shards=1)
     model, _ = attached(sharding)
@@ -437,18 +437,18 @@ def case_other_hook_on_shards() -> list[list[str]]:
         model.set_requires_gradient_sync(False)
         train_sharded(sharding, model, 4)
         model.set_requires_gradient_sync(True)
-    for module in (*model.blocks, model):
-        module.set_all_reduce_hook(lambda reduced: None)
-    with texts(__file__) as after:
-        train_sharded(sharding, model, 8)
-    return [before, after]
+    if dist.get_rank() == 1:
+        model.set_all_reduce_hook(lambda reduced: None)
+    return before, attempt(lambda: train_sharded(sharding, model, 1))
 
 
-def test_other_hook_on_shards_is_warned_about_once(world_of_2: World) -> None:
-    for before, (text,) in world_of_2.run(case_other_hook_on_shards):
+def test_another_hook_on_shards_is_an_error_on_all_ranks(world_of_2: World) -> None:
+    for before, outcome in world_of_2.run(case_other_hook_on_shards):
         assert before == []
-        assert text.startswith("SGD has stepped 3 times in a row without a synced backward")
-        assert "'the model' was given another hook after attach" in text
+        assert outcome.error in ("StateError", "PeerError")  # its own, or another rank's
+        assert "rank 1: 'the model' was given another all-reduce hook after attach" in (
+            outcome.text if outcome.error == "PeerError" else f"rank 1: {outcome.text}"
+        )
 
 
 def case_added_beside_shards(every: int) -> tuple[Outcome, bool]:

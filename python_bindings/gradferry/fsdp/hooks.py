@@ -317,8 +317,10 @@ class ReduceScatterHook(GradientHook):
         if self._running.engine is not None and (
             async_op or not (averages or op == dist.ReduceOp.SUM)
         ):
+            is_named = isinstance(op, dist.ReduceOp.RedOpType)
+            named = str(op) if is_named else "a sum that the backend multiplies by a factor"
             self._fail(
-                f"{self._module.name!r} is to be reduced by {op}, async_op={async_op}; with a "
+                f"{self._module.name!r} is to be reduced by {named}, async_op={async_op}; with a "
                 "codec only sums and averages are: call set_force_sum_reduction_for_comms(True) "
                 "beside set_gradient_divide_factor()"
             )

@@ -19,8 +19,14 @@ from gradferry.fsdp.model import (
     sharded_modules,
     unsharded_parameters,
 )
-from gradferry.fsdp.state import REPLICAS, Attached
+from gradferry.fsdp.state import ALL_GATHER, REDUCE_SCATTER, REPLICAS, Attached
 from gradferry.reduction.silent_hook import has_gradients_of, silence_of, watch_hook
+
+_NAMES = {
+    REPLICAS: "all-reduce hook",
+    REDUCE_SCATTER: "reduce-scatter",
+    ALL_GATHER: "all-gather",
+}
 
 
 def watch(model: nn.Module, guard: Guard) -> None:
@@ -49,8 +55,8 @@ class Guard:
     FSDP2 may leave out its hooks, and so reduce nothing. In the first one also that a module has no
     hook: since it was sharded later, or since the model is only a part of what is sharded, which
     FSDP2 does not know before. And, as often as `check_every` says, that FSDP2 does not reduce a
-    parameter that trains, unless it did so at attach. In every one, that something else gathers
-    parameters than at attach.
+    parameter that trains, unless it did so at attach. In every one, that something else exchanges
+    than at attach.
 
     Attributes:
         modules: of the model, that FSDP2 reduces.
@@ -73,7 +79,9 @@ class Guard:
         for each in sorted(self.attached, key=lambda each: each.averages):
             if each.running.engine is not None:
                 each.running.engine.expect_alive()
-                if each.gathers is not None:
+                if each.gathers is None:
+                    self._expect_set(each)
+                else:
                     each.gathers.end_others_after(partial(self._expect_set, each))
         if finalizes_by_hand(model):
             fail(
@@ -94,9 +102,8 @@ class Guard:
             if not hook.is_set():
                 fail(
                     attached.running,
-                    f"{module.name!r} was given another all-gather after attach, "
-                    f"{module.all_gather!r}; FSDP2 takes one, so leave it out, or attach with "
-                    "all_gather='off'",
+                    f"{module.name!r} was given another {_NAMES[attached.name]} after attach; "
+                    "FSDP2 takes one, so leave it out",
                 )
 
     def _compare_modules(self, model: nn.Module) -> None:
@@ -135,12 +142,7 @@ class Guard:
 
     def explain(self, optimizer: Optimizer) -> str:
         """The warning that the hooks are not called."""
-        pairs = zip(self.modules, self.attached[0].hooks, strict=True)
-        lost = next((module.name for module, hook in pairs if not hook.is_set()), None)
         return silence_of(optimizer) + (
             "compressed: FSDP2 calls its hooks after loss.backward() of a forward pass through the "
             "model that gradferry was attached to"
-            if lost is None
-            else f"compressed, nor averaged by it: {lost!r} was given another hook after attach, "
-            "and FSDP2 takes one; leave out the other"
         )
