@@ -56,7 +56,6 @@ from gradferry_lab.workloads.sharded_bytes import (
 )
 
 _FP32 = "torch:fp32"
-_DDP_HOOKS = (*TORCH_DTYPES, *(str(codec["name"]) for codec in _native.codecs()))
 _PER_NODE = 8  # GPUs, where --world consists of such nodes
 _MOST_PLANNED = 4  # buckets; all of a model are alike
 _SMOKE: dict[str, Any] = {"world": 16, "params": 2e7, "hooks": [_FP32, "torch:bf16", "q4"]}
@@ -112,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bucket-cap", default=25.0, help="DDP's bucket_cap_mb (default: 25)", **number
     )
-    flags.add_hooks(parser, _DDP_HOOKS, f"of {' '.join(TORCH_DTYPES)}, {OFF}, and codecs")
+    flags.add_hooks(parser, _ddp_hooks(), f"of {' '.join(TORCH_DTYPES)}, {OFF}, and codecs")
     parser.set_defaults(hooks=None)  # they depend on --parallel
     parser.add_argument(
         "--parallel",
@@ -188,10 +187,14 @@ def _cluster(arguments: argparse.Namespace) -> _Cluster:
     )
 
 
+def _ddp_hooks() -> tuple[str, ...]:
+    return (*TORCH_DTYPES, *(str(codec["name"]) for codec in _native.codecs()))
+
+
 def _checked(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Each hook once, and `torch:fp32` first, which all are compared with."""
     parallel = arguments.parallel
-    hooks: Sequence[str] = arguments.hooks or SHARDED_HOOKS.get(parallel, _DDP_HOOKS)
+    hooks: Sequence[str] = arguments.hooks or SHARDED_HOOKS.get(parallel, _ddp_hooks())
     for hook in hooks:
         if hook.startswith(POWERSGD):
             raise ConfigError(f"hook {hook!r} sends what shapes demand; use bench train")
