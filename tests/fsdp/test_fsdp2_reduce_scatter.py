@@ -23,6 +23,7 @@ from sharded_training import (
     gradients_of,
 )
 from sharding import SHAPES, Sharding, assert_refused, same
+from torch.distributed.fsdp import FSDPModule
 from world import World
 
 Worlds = Callable[[int], World]
@@ -259,6 +260,10 @@ def case_another_group(after: bool) -> list[Outcome]:
     return [first, attempt(lambda: sharding.backward(model, 1))]
 
 
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_separate_reduce_scatter_group"),
+    reason="this torch reduces in the group of the shards alone",
+)
 @pytest.mark.parametrize("after", [False, True])
 def test_the_group_is_that_at_attach(worlds: Worlds, after: bool) -> None:
     for first, second in worlds(2).run(case_another_group, after=after):
