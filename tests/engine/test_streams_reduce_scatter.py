@@ -10,26 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from outcomes import Outcome, attempt
 from reduce_scattering import Case, Steps, assert_bit_equal, case_steps
 from residual_sums import aligned
 from test_reduce_scatter import SMALL
+from watching import in_two_orders
 from world import World
 
 Worlds = Callable[[int], World]
 
 
 def case_in_two_orders(case: Case) -> list[dict[str, Any]]:
-    from fake_device import machine
-
-    answers = []
-    for seed in (1, 2):
-        machine.set_seed(seed * 100 + dist.get_rank())
-        answers.append(case_steps(case))
-        machine.synchronize()
-        assert machine.races() == []
-    return answers
+    return in_two_orders(lambda: case_steps(case))
 
 
 @pytest.mark.torch_core

@@ -11,15 +11,15 @@ import gc
 import re
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.fsdp.hooks import GradientHook
+from gradferry.fsdp.hooks import ReplicaHook
 from sharding import SHAPES, Sharding, attached, local_gradients
 from test_fsdp2 import IDLE, assert_equals_reference, assert_scales_change_no_bit, case_train
+from watching import WatchedCalls, given_up, in_two_orders
 from world import World
 
 Worlds = Callable[[int], World]
@@ -30,16 +30,7 @@ MODULES = len(SHAPES)
 
 
 def case_train_twice(sharding: Sharding, attach: dict[str, Any]) -> list[dict[str, Any]]:
-    """With streams in two orders."""
-    from fake_device import machine
-
-    answers = []
-    for seed in (1, 2):
-        machine.set_seed(seed * 100 + dist.get_rank())
-        answers.append(case_train(sharding, attach))
-        machine.synchronize()
-        assert machine.races() == []
-    return answers
+    return in_two_orders(lambda: case_train(sharding, attach))
 
 
 @pytest.mark.torch_core
@@ -99,48 +90,18 @@ def test_a_state_with_a_loss_scale_goes_on_without_one_as_on_the_host(
         assert max(np.abs(gradient).max(initial=0.0) for gradient in one) < 2**5
 
 
-class Watched:
-    """A model in training, whose hooks count what they do to the device."""
-
+class Watched(WatchedCalls):
     def __init__(self, attach: dict[str, Any]) -> None:
-        from fake_device import machine
-
-        self.machine = machine
+        super().__init__()
         self.sharding = Sharding(device="streamed")
         self.model, self.state = attached(self.sharding, **attach)
-        self.computes_on = torch.accelerator.current_stream()
-        self.calls: list[dict[str, int]] = []  # of the hook in the last step
 
     def step(self, step: int, omitted: int = -1, read_early: int = -1) -> list[str]:
-        """What the machine finds. `omitted`: a wait of the hook's calls; `read_early`: the call
-        after which the stream that computes reads the average, and waits for nothing but what came
-        before the call.
-        """
-        import fake_device
-        from gradferry.fsdp.hooks import ReplicaHook
-
-        def watched(hook: ReplicaHook, gradient: torch.Tensor) -> None:
-            if omitted >= 0:
-                self.machine.omit_wait(omitted - sum(call["waits"] for call in self.calls))
-            came = torch.accelerator.current_stream().record_event()
-            before = self.machine.counters()
-            average(hook, gradient)
-            after = self.machine.counters()
-            self.machine.omit_wait(-1)
-            self.calls.append({key: after[key] - before[key] for key in after})
-            if len(self.calls) == 1 + read_early:
-                self.computes_on.wait_event(came)
-                with torch.get_device_module(fake_device.DEVICE).stream(self.computes_on):
-                    gradient.clone()
-
-        self.calls = []
-        average = ReplicaHook.__call__
-        with mock.patch.object(ReplicaHook, "__call__", watched):
+        with self.counted(ReplicaHook, omitted, read_early):
             self.sharding.backward(self.model, step)
         local_gradients(self.model)  # read where an optimizer would
         self.model.zero_grad()
-        self.machine.synchronize()
-        return self.machine.races()
+        return self.found()
 
 
 def case_overlap(attach: dict[str, Any]) -> dict[str, Any]:
@@ -207,27 +168,13 @@ def test_every_wait_is_needed(device_worlds: Worlds) -> None:
         assert answer["omitted"] == [name != "slot" for name in WAITS]
 
 
-class _InterruptedError(RuntimeError):
-    """What ends a call between its exchange and its end."""
-
-
 def case_memory(attach: dict[str, Any]) -> tuple[int, list[str]]:
-    """How many streams freed memory waits for in a step after the first two; and what the machine
-    finds of a call whose gradient is freed while the engine works on it.
+    """How many streams freed memory waits for; and what the machine finds of a call whose gradient
+    is freed while the engine works on it.
     """
     run = Watched(attach)
-    machine, found = run.machine, [run.step(step) for step in range(2)]
-    before = machine.counters()["held_back"]
-    found.append(run.step(2))
-    held_back = machine.counters()["held_back"] - before
-    assert found == [[], [], []]
-
-    def interrupted(hook: GradientHook, gradient: torch.Tensor) -> bool:
-        bucket = hook._passes.indices(hook._number), gradient
-        hook._calls.start([bucket], in_background=False)
-        raise _InterruptedError
-
-    with mock.patch.object(GradientHook, "_average", interrupted), pytest.raises(_InterruptedError):
+    machine, held_back = run.machine, run.held_back(run.step)
+    with given_up():
         run.sharding.backward(run.model, 3)
     del run
     gc.collect()

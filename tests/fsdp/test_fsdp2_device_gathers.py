@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import gradferry
 import numpy as np
@@ -17,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from gathering import Watch, differing, gathered_bytes
+from gradferry.fsdp.gathers import GatherHook
 from outcomes import attempt
 from sharding import SHAPES, Model, Sharding
+from watching import WatchedCalls, in_two_orders
 from world import World
 
 Worlds = Callable[[int], World]
@@ -68,42 +69,29 @@ class Gathering:
         ]
 
 
-class WatchedGathers(Gathering):
+class WatchedGathers(Gathering, WatchedCalls):
     """The same on the fake device, where what gathers do is counted."""
+
+    def __init__(self, codec: str, **options: Any) -> None:
+        Gathering.__init__(self, "streamed", codec, **options)
+        WatchedCalls.__init__(self)
 
     def watched_step(self, omitted: int = -1) -> list[str]:
         """What the machine finds. `omitted`: a wait of the hook's calls."""
-        from gradferry.fsdp.gathers import GatherHook
-
-        def watched(hook: GatherHook, *args: Any, **kwargs: Any) -> None:
-            if omitted >= 0:
-                self.machine.omit_wait(omitted - sum(call["waits"] for call in self.calls))
-            before = self.machine.counters()
-            gather(hook, *args, **kwargs)
-            after = self.machine.counters()
-            self.machine.omit_wait(-1)
-            self.calls.append({key: after[key] - before[key] for key in after})
-
-        self.calls: list[dict[str, int]] = []  # of the hook in the last step
-        gather = GatherHook.__call__
-        with mock.patch.object(GatherHook, "__call__", watched):
+        with self.counted(GatherHook, omitted):
             return self.step()
 
 
 def case_gathered(device: str, codec: str, **options: Any) -> list[dict[str, Any]]:
-    """With streams in two orders."""
-    from fake_device import machine
-
-    answers = []
-    for seed in (1, 2):
-        machine.set_seed(seed * 100 + dist.get_rank())
+    def gathered() -> dict[str, Any]:
         run = Gathering(device, codec, **options)
         found, wrong = [], []
         for _ in range(3):
             found += run.step()
             wrong += run.wrong()
-        answers.append({"found": found, "wrong": wrong, "stats": run.state.stats()})
-    return answers
+        return {"found": found, "wrong": wrong, "stats": run.state.stats()}
+
+    return in_two_orders(gathered)
 
 
 FORWARD, BACKWARD = list(SHAPES), list(SHAPES)[1:]  # the root stays gathered
@@ -148,7 +136,7 @@ def test_modules_of_several_chunks(device_worlds: Worlds, keep: bool) -> None:
 
 
 def case_counted(keep: bool) -> dict[str, Any]:
-    run = WatchedGathers("streamed", "q4", keep_gathered=keep)
+    run = WatchedGathers("q4", keep_gathered=keep)
     found = [run.watched_step() for _ in range(3)]
     return {"found": found, "calls": run.calls, "host_waits": run.state.stats()["host_waits"]}
 
@@ -217,7 +205,7 @@ GATHER_WAITS = {
 
 def case_omit_gather_waits(keep: bool) -> dict[str, Any]:
     """Steps whose last gather omits each of its waits in turn."""
-    run = WatchedGathers("streamed", "q4", keep_gathered=keep)
+    run = WatchedGathers("q4", keep_gathered=keep)
     found = [run.watched_step() for _ in range(2)]
     waits = [call["waits"] for call in run.calls]
     omitted = range(sum(waits[:-1]), sum(waits))

@@ -9,18 +9,18 @@ import gc
 import re
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import gradferry
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.fsdp.hooks import GradientHook, ReduceScatterHook
+from gradferry.fsdp.hooks import ReduceScatterHook
 from outcomes import attempt
 from sharded_training import case_native, gradients_of
 from sharding import SHAPES, Sharding, local_gradients, same
 from test_fsdp2_reduce_scatter import STEPS, assert_means_equal_the_reference, case_train
+from watching import WatchedCalls, given_up, in_two_orders
 from world import World
 
 Worlds = Callable[[int], World]
@@ -31,16 +31,7 @@ SIGN1 = {"codec": "sign1", "scatter_feedback": "worker", "warmup_steps": 1}
 
 
 def case_train_twice(sharding: Sharding, attach: dict[str, Any]) -> list[dict[str, Any]]:
-    """With streams in two orders."""
-    from fake_device import machine
-
-    answers = []
-    for seed in (1, 2):
-        machine.set_seed(seed * 100 + dist.get_rank())
-        answers.append(case_train(sharding, attach))
-        machine.synchronize()
-        assert machine.races() == []
-    return answers
+    return in_two_orders(lambda: case_train(sharding, attach))
 
 
 @pytest.mark.torch_core
@@ -110,15 +101,7 @@ def case_hybrid(device: str, **options: Any) -> dict[str, Any]:
 
 
 def case_hybrid_on_a_device(device: str, **options: Any) -> list[dict[str, Any]]:
-    from fake_device import machine
-
-    answers = []
-    for seed in (1, 2):
-        machine.set_seed(seed * 100 + dist.get_rank())
-        answers.append(case_hybrid(device, **options))
-        machine.synchronize()
-        assert machine.races() == []
-    return answers
+    return in_two_orders(lambda: case_hybrid(device, **options))
 
 
 @pytest.mark.torch_core
@@ -141,54 +124,30 @@ def test_hybrid_sharding_with_all_three_is_that_of_the_host(
 # --- waits and memory -----------------------------------------------------------------------------
 
 
-class Watched:
-    """A model in training, whose hooks count what they do to the device."""
-
+class Watched(WatchedCalls):
     def __init__(self, **options: Any) -> None:
-        from fake_device import machine
-
-        self.machine = machine
+        super().__init__()
         self.model = TWO.model(TWO.mesh()["shard"])
         options = {"all_gather": "off", **options}
         self.state = gradferry.fsdp.attach(self.model, "q4", **options)
-        self.computes_on = torch.accelerator.current_stream()
-        self.calls: list[dict[str, int]] = []  # of the hook in the last step
 
     def step(
         self, step: int, omitted: int = -1, read_early: int = -1, damages: bool = False
     ) -> list[str]:
-        """What the machine finds. `omitted`: a wait of the hook's calls; `read_early`: the call
-        after which the stream that computes reads the means, and waits for nothing but what came
-        before the call; `damages`: what is received in the first call.
-        """
+        """What the machine finds. `damages`: what is received in the first call."""
         import fake_device
 
-        def watched(hook: ReduceScatterHook, *, input_tensor: torch.Tensor, **given: Any) -> None:
+        def before(gradient: torch.Tensor) -> None:
             # Of what FSDP2 does before, the fake device does nothing on its stream.
-            input_tensor.copy_(input_tensor.clone())
+            gradient.copy_(gradient.clone())
             if damages and not self.calls:  # behind the commit of the step before
                 fake_device.backends["streamed"].damage(1, 64 + 5, 0xEE)
-            if omitted >= 0:
-                self.machine.omit_wait(omitted - sum(call["waits"] for call in self.calls))
-            came = torch.accelerator.current_stream().record_event()
-            before = self.machine.counters()
-            reduce(hook, input_tensor=input_tensor, **given)
-            after = self.machine.counters()
-            self.machine.omit_wait(-1)
-            self.calls.append({key: after[key] - before[key] for key in after})
-            if len(self.calls) == 1 + read_early:
-                self.computes_on.wait_event(came)
-                with torch.get_device_module(fake_device.DEVICE).stream(self.computes_on):
-                    input_tensor.clone()
 
-        self.calls = []
-        reduce = ReduceScatterHook.__call__
-        with mock.patch.object(ReduceScatterHook, "__call__", watched):
+        with self.counted(ReduceScatterHook, omitted, read_early, before):
             TWO.backward(self.model, step)
         self.gradients = local_gradients(self.model)  # read where an optimizer would
         self.model.zero_grad()
-        self.machine.synchronize()
-        return self.machine.races()
+        return self.found()
 
 
 # The waits of a call after the first. All of them are on streams.
@@ -240,30 +199,16 @@ def test_the_exchange_is_beside_the_backward_pass_and_waits_for_what_it_needs(
                 assert both[1] == f"copy on stream {computes_on}"
 
 
-class _InterruptedError(RuntimeError):
-    """What ends a call between its exchange and its end."""
-
-
 OF_THE_ENGINE = re.compile("(encode|accumulate) on")
 
 
 def case_memory() -> tuple[int, list[str]]:
-    """How many streams freed memory waits for in a step after the first two; and what the machine
-    finds of a call whose gradients are freed while the engine works on them.
+    """How many streams freed memory waits for; and what the machine finds of a call whose gradients
+    are freed while the engine works on them.
     """
     run = Watched()
-    machine, found = run.machine, [run.step(step) for step in range(2)]
-    before = machine.counters()["held_back"]
-    found.append(run.step(2))
-    held_back = machine.counters()["held_back"] - before
-    assert found == [[], [], []]
-
-    def interrupted(hook: GradientHook, gradient: torch.Tensor) -> bool:
-        bucket = hook._passes.indices(hook._number), gradient
-        hook._calls.start([bucket], in_background=False)
-        raise _InterruptedError
-
-    with mock.patch.object(GradientHook, "_average", interrupted), pytest.raises(_InterruptedError):
+    machine, held_back = run.machine, run.held_back(run.step)
+    with given_up():
         TWO.backward(run.model, 3)
     del run
     gc.collect()
