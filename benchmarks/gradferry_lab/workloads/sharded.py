@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gradferry import fsdp
+from gradferry.fsdp.hooks import InOwnMemory
 from gradferry.fsdp.model import sharded_modules
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -153,13 +154,8 @@ class _Handle:
         return [sum(of_rank) for of_rank in zip([0] * len(hosts), *sent, strict=True)]
 
 
-class _OwnGradients:
+class _OwnGradients(InOwnMemory):
     """In place of FSDP2's reduce-scatter: every rank keeps its part of its own gradients."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -172,13 +168,8 @@ class _OwnGradients:
         output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
 
 
-class _OwnParameters:
+class _OwnParameters(InOwnMemory):
     """In place of FSDP2's all-gather: every rank takes its own shards for those of the others."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

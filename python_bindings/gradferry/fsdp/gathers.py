@@ -14,7 +14,7 @@ from torch.autograd import Variable
 
 from gradferry import _native
 from gradferry.errors import GradferryError
-from gradferry.fsdp.hooks import ModuleHook, ReduceScatterHook
+from gradferry.fsdp.hooks import InOwnMemory, ModuleHook, ReduceScatterHook
 from gradferry.fsdp.model import ShardedModule
 from gradferry.reduction.running import Running
 
@@ -73,7 +73,7 @@ class Gathers:
         Variable._execution_engine.queue_callback(self.settle)
 
 
-class GatherHook(ModuleHook):
+class GatherHook(InOwnMemory, ModuleHook):
     """Gathers the parameters of all ranks. What ``set_custom_all_gather`` takes.
 
     Every rank decodes the messages of all ranks, its own included, so that all compute with the
@@ -113,12 +113,6 @@ class GatherHook(ModuleHook):
 
     def is_set(self) -> bool:
         return self._module.all_gather is self
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Memory for what is gathered."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -106,6 +106,16 @@ def _end(running: Running, message: str) -> None:
         running.engine.fail(f"rank {running.world_rank}: {message}")
 
 
+class InOwnMemory:
+    """What FSDP2 asks of a custom collective beside the call: memory."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for what is exchanged."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
 class ModuleHook(ABC):
     """Hands what FSDP2 exchanges of one module to the engine of all modules.
 
@@ -264,7 +274,7 @@ class ReplicaHook(GradientHook):
             reduce_output.mul_(self._running.world_size)
 
 
-class ReduceScatterHook(GradientHook):
+class ReduceScatterHook(InOwnMemory, GradientHook):
     """Reduces the gradients of all shards. What ``set_custom_reduce_scatter`` takes.
 
     Attributes:
@@ -283,12 +293,6 @@ class ReduceScatterHook(GradientHook):
     @staticmethod
     def num_parts(world_size: int) -> int:
         return world_size
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Memory for what is reduced."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
