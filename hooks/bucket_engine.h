@@ -138,16 +138,16 @@ class BucketEngine {
   // A bucket to average.
   struct Bucket {
     const BucketPlan* plan;
-    UsedMap used;
+    UsedMap used = {};
     at::Tensor gradient;
     FuturePtr future;
     c10::IValue value;
-    uint64_t step;               // counted from 0
-    bool begins_step;            // the first of its pass that does not pass through
-    bool begins_optimizer_step;  // with exact_skip: the engine copies residuals here
-    bool begins_momentum;        // begin_momentum() must come first
-    bool begins_check;           // of parameters, as check_every says
-    BucketEvent event;
+    uint64_t step = 0;                   // counted from 0
+    bool begins_step = false;            // the first of its pass that does not pass through
+    bool begins_optimizer_step = false;  // with exact_skip: the engine copies residuals here
+    bool begins_momentum = false;        // begin_momentum() must come first
+    bool begins_check = false;           // of parameters, as check_every says
+    BucketEvent event = {};
   };
 
   // `device`: where gradients are. `exchanges`: false in a world of one, where nothing is sent.

@@ -95,17 +95,8 @@ void DeviceEngine::average(Bucket bucket) {
 bool DeviceEngine::decode_kept(const BucketPlan& plan, const at::Tensor& gradient) {
   if (!options_.keep_gathered || !plans_.contains(&plan)) return false;
   const FuturePtr future = make_future(c10::TensorType::get(), gradient);
-  DeviceJob job = make_job({.plan = &plan,
-                            .used = {},
-                            .gradient = gradient,
-                            .future = future,
-                            .value = gradient,
-                            .step = 0,
-                            .begins_step = false,
-                            .begins_optimizer_step = false,
-                            .begins_momentum = false,
-                            .begins_check = false,
-                            .event = {}});
+  DeviceJob job =
+      make_job({.plan = &plan, .gradient = gradient, .future = future, .value = gradient});
   job.is_kept = true;
   if (worker_) {
     exchange_later(std::move(job));

@@ -131,23 +131,31 @@ TEST_P(DamagedChunks, ReduceRefusesADamagedMessageAndStillSends) {
             word_sum(run.ranks[0].message.data() + kHeaderBytes, header.payload_bytes));
 }
 
+// Scales that no encoder writes, in a message that is otherwise right.
+void corrupt_tiles_of_rank_0(ChunkRun& run) {
+  const Message message = run.scattered(0, 2);
+  std::memset(run.ranks[0].scattered.data() + message.offset + kHeaderBytes, 0xff,
+              message.payload_bytes);
+  ChunkRun::seal(run.ranks[0].scattered, message, run.envelope(2, Phase::kScatter), 0);
+}
+
+void expect_both_counted(const ChunkRun& run) {
+  EXPECT_EQ(run.verdicts, std::vector<uint32_t>(3, 0));
+  EXPECT_EQ(run.findings.status, static_cast<uint32_t>(WireStatus::kCorruptPayload));
+  EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(Phase::kScatter));
+  EXPECT_EQ(run.findings.rank, 0u);
+  EXPECT_EQ(run.findings.received, 2u);  // tiles that rank 0 owns
+}
+
 TEST_P(DamagedChunks, ReduceCountsCorruptTiles) {
   ChunkSetup setup = small_setup();
   setup.codecs = {"q4"};
   ChunkRun run(setup, library());
   for (uint32_t rank = 0; rank < 3; ++rank) run.encode(rank);
   run.scatter();
-  // Scales that no encoder writes, in a message that is otherwise right.
-  const Message message = run.scattered(0, 2);
-  std::memset(run.ranks[0].scattered.data() + message.offset + kHeaderBytes, 0xff,
-              message.payload_bytes);
-  ChunkRun::seal(run.ranks[0].scattered, message, run.envelope(2, Phase::kScatter), 0);
+  corrupt_tiles_of_rank_0(run);
   run.reduce(0);
-  EXPECT_EQ(run.verdicts, std::vector<uint32_t>(3, 0));
-  EXPECT_EQ(run.findings.status, static_cast<uint32_t>(WireStatus::kCorruptPayload));
-  EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(Phase::kScatter));
-  EXPECT_EQ(run.findings.rank, 0u);
-  EXPECT_EQ(run.findings.received, 2u);  // tiles that rank 0 owns
+  expect_both_counted(run);
 }
 
 // Neither the numbers of other owners change nor, beyond a header, those of a rank that owns none.
@@ -192,16 +200,9 @@ TEST_P(DamagedChunks, AccumulateCountsCorruptTiles) {
   setup.codecs = {"q4"};
   ChunkRun run(setup, library());
   run.until_reduce();
-  const Message message = run.scattered(0, 2);
-  std::memset(run.ranks[0].scattered.data() + message.offset + kHeaderBytes, 0xff,
-              message.payload_bytes);
-  ChunkRun::seal(run.ranks[0].scattered, message, run.envelope(2, Phase::kScatter), 0);
+  corrupt_tiles_of_rank_0(run);
   run.accumulate(0);
-  EXPECT_EQ(run.verdicts, std::vector<uint32_t>(3, 0));
-  EXPECT_EQ(run.findings.status, static_cast<uint32_t>(WireStatus::kCorruptPayload));
-  EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(Phase::kScatter));
-  EXPECT_EQ(run.findings.rank, 0u);
-  EXPECT_EQ(run.findings.received, 2u);  // tiles that rank 0 owns
+  expect_both_counted(run);
   EXPECT_EQ(run.findings.nonfinite_tile, 101u);
 }
 
