@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mixed import scenario_on
 from scenario import Run, Scenario, Weight
 from test_streams import SCENARIO, small_chunks
+from watching import expect_no_race
 from world import World
 
 Worlds = Callable[[int], World]
@@ -240,7 +241,7 @@ def case_count(scenario: Scenario, steps: int) -> tuple[int, list[dict[str, int]
                 before = run.fake.counters()["launches"]
             run.step(step)
             calls += run.calls if step >= 2 else []
-    assert run.fake.races() == []
+    expect_no_race()
     assert run.state.stats()["host_waits"] == 0
     return run.fake.counters()["launches"] - before, calls
 

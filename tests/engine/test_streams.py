@@ -20,6 +20,7 @@ from gradferry import _native
 from mixed import MOMENTUM, groups_at_once, mixed, poisons, scenario_on
 from reference import Layout, two_level_bytes_per_step
 from scenario import Run, Scenario, Weight, assert_bit_equal, train_at_once, trained
+from watching import expect_no_race
 from world import World
 
 Worlds = Callable[[int], World]
@@ -84,7 +85,7 @@ def case_train(
         for one, other in zip(answer["gradients"], first["gradients"], strict=True):
             for a, b in zip(one, other, strict=True):
                 assert a.tobytes() == b.tobytes()
-    assert machine.races() == []
+    expect_no_race()
     return first
 
 
@@ -233,7 +234,6 @@ def test_a_backend_without_works_is_waited_for(worlds: Worlds) -> None:
 
 def case_slots(scenarios: list[Scenario]) -> list[dict[str, Any]]:
     """Trains in each; with how many slots."""
-    from fake_device import machine
     from gradferry.ddp.state import bound_to
 
     answers = []
@@ -242,7 +242,7 @@ def case_slots(scenarios: list[Scenario]) -> list[dict[str, Any]]:
             run = Run(scenario)
             slots = bound_to(run.state).running.engine.workspace()["slots"]
             answers.append({**trained(run), "slots": slots})
-    assert machine.races() == []
+    expect_no_race()
     return answers
 
 

@@ -23,6 +23,7 @@ from scenario import ChosenGradients, Run, Scenario, assert_bit_equal
 from test_streams import SCENARIO, small_chunks
 from test_streams_training import check_scenario
 from torch.nn.parallel import DistributedDataParallel
+from watching import expect_no_race
 from world import World, thread_names
 
 Worlds = Callable[[int], World]
@@ -50,7 +51,7 @@ def case_abandon(scenario: Any, seeds: list[int]) -> dict[str, Any]:
             run = Run(scenario)
             run.step(0)
             run.step(1)  # its buckets are those of all later steps
-            assert machine.races() == []
+            expect_no_race()
             last = min(run.ddp.parameters(), key=_place_in(run))
             handle = last.register_hook(fail)
             before = run.state.stats()["buckets"]
@@ -62,7 +63,7 @@ def case_abandon(scenario: Any, seeds: list[int]) -> dict[str, Any]:
             gc.collect()
             run = Run(scenario)
             gradients = [run.step(step) for step in range(scenario.steps)]
-            assert machine.races() == []
+            expect_no_race()
     return run.answer(gradients)
 
 
@@ -96,7 +97,7 @@ def case_abandon_alone(scenario: Any) -> None:
     del run
     gc.collect()
     machine.synchronize()
-    assert machine.races() == []
+    expect_no_race()
 
 
 def case_loss_scale_goes_first(scenario: Any) -> None:
@@ -110,7 +111,7 @@ def case_loss_scale_goes_first(scenario: Any) -> None:
     del run, scaler
     gc.collect()
     machine.synchronize()
-    assert machine.races() == []
+    expect_no_race()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def case_abandoned_then_next(scenario: Scenario, options: dict[str, Any]) -> lis
         run = Run(dataclasses.replace(scenario, **changes))
         run.step(0)
         run.step(1)
-        assert machine.races() == []
+        expect_no_race()
         is_abandoned = True
         run.ddp(run.targets(2)).backward()
         is_abandoned = False
@@ -205,7 +206,7 @@ def case_damage(
     gradients = [run.step(0), run.step(1)]
     saved = None if scenario.nodes else attempt(run.state.state_dict)
     errors = [attempt(lambda: run.step(2)), attempt(run.state.state_dict)]
-    assert fake_device.machine.races() == []
+    expect_no_race()
     num_nan = [sum(int(np.isnan(g).sum()) for g in of_step) for of_step in gradients]
     return {"num_nan": num_nan, "saved": saved, "errors": errors}
 
@@ -354,7 +355,7 @@ def case_capture(native: bool) -> Outcome:
     finally:
         machine.set_capturing(False)
     machine.synchronize()
-    assert machine.races() == []
+    expect_no_race()
     return outcome
 
 

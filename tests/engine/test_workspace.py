@@ -11,6 +11,7 @@ from engine_options import engine_options, parameter
 from mixed import NODES, scenario_on
 from outcomes import attempt
 from scenario import Run, Scenario, Weight, assert_bit_equal, trained
+from watching import expect_no_race
 from world import World
 
 Worlds = Callable[[int], World]
@@ -32,7 +33,7 @@ def case_train(scenario: Scenario) -> dict[str, Any]:
         from fake_device import machine
 
         machine.synchronize()
-        assert machine.races() == []
+        expect_no_race()
     return answer
 
 
@@ -135,7 +136,7 @@ def case_large_world(world_size: int) -> dict[str, Any]:
     )
     machine.synchronize()
     held = machine.counters()["held_bytes"] - before
-    assert machine.races() == []
+    expect_no_race()
     return {**engine.workspace(), "held": held, "counted": engine.stats()["workspace_bytes"]}
 
 

@@ -15,6 +15,14 @@ from gradferry.fsdp.hooks import GradientHook
 Result = TypeVar("Result")
 
 
+def expect_no_race() -> None:
+    """Raises AssertionError with what the machine has found since it was last asked."""
+    from fake_device import machine
+
+    if found := machine.races():
+        raise AssertionError("\n".join(found))
+
+
 def in_two_orders(case: Callable[[], Result]) -> list[Result]:
     """What a case gives with streams in two orders, of which the machine finds nothing."""
     from fake_device import machine
@@ -24,7 +32,7 @@ def in_two_orders(case: Callable[[], Result]) -> list[Result]:
         machine.set_seed(seed * 100 + dist.get_rank())
         results.append(case())
         machine.synchronize()
-        assert machine.races() == []
+        expect_no_race()
     return results
 
 

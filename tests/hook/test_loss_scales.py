@@ -23,6 +23,7 @@ from sharding import Sharding
 from stepping import bits, slot, warned
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from watching import expect_no_race
 from world import World
 
 Worlds = Callable[[int], World]
@@ -181,7 +182,6 @@ def test_devices_report_scales_that_differ_two_steps_later(
     device: str, scales: list[float], text: str
 ) -> None:
     """A rank's scale from step 2 on."""
-    import fake_device
 
     place, group = placed(device)
     scaler = torch.amp.GradScaler(place.type, init_scale=1024.0)
@@ -201,7 +201,7 @@ def test_devices_report_scales_that_differ_two_steps_later(
     kind = "RankMismatchError" if DIFFERS in text else "StateError"
     assert [o.error for o in outcomes] == [None] * 4 + [kind]
     assert text in outcomes[4].headline
-    assert fake_device.machine.races() == []
+    expect_no_race()
 
 
 # --- a scaler that nobody updates -----------------------------------------------------------------

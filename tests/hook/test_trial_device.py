@@ -28,6 +28,7 @@ from test_auto import FOUND, TRIAL, case_given, equal, try_all
 from test_auto_residuals import residuals_by_element
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from watching import expect_no_race
 from world import World
 
 Worlds = Callable[[int], World]
@@ -105,13 +106,12 @@ def case_doctor(
     members: Members | None = None,
     has_cpu: bool = True,
 ) -> tuple[Any, str]:
-    import fake_device
 
     group = contextlib.nullcontext() if has_cpu else group_without_cpu()
     with on_nodes(members), group, priced(prices):
         ddp, x = wrapped(layer_s, kind)
         found = gradferry.doctor(ddp, lambda: (x,), hooks=hooks)
-    assert fake_device.machine.races() == []
+    expect_no_race()
     return found, str(found)
 
 
@@ -216,7 +216,6 @@ def case_auto(
     has_cpu: bool = True,
 ) -> tuple[dict[str, Any], list[float]]:
     """The choice between q4 and off, and the seconds of each step."""
-    import fake_device
 
     steps = 2 + (2 if members is None else 3) * TRIAL + 4
     group = contextlib.nullcontext() if has_cpu else group_without_cpu()
@@ -228,7 +227,7 @@ def case_auto(
         choice = state.stats()["choice"]
         state.load_state_dict(state.state_dict())
         assert state.stats()["choice"]["codec"] == choice["codec"]
-    assert fake_device.machine.races() == []
+    expect_no_race()
     return choice, seconds
 
 
