@@ -20,7 +20,7 @@ from gradferry_lab.output.json_file import write_json
 from gradferry_lab.ranks.network import DEVICE, Network, address, parse_link
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "diloco.py"
-LINE = re.compile(r"outer step \d+: loss ([0-9.]+), averaged in (\d+) ms")
+LINE = re.compile(r"outer step \d+: loss ([0-9.]+), took (\d+) ms")
 
 
 def train(codec: str, seed: int, arguments: argparse.Namespace) -> tuple[float, list[float]]:

@@ -2,12 +2,11 @@
 
 torchrun --standalone --nproc-per-node 3 examples/diloco.py
 
-The outer step is the only communication: the change of all parameters, averaged by a Reducer with
-four bits per element and error feedback. `--codec off` averages the change in fp32.
+The outer step is the only communication: the change of all parameters, averaged with four bits per
+element and error feedback. `--codec off` averages the change in fp32.
 """
 
 import argparse
-import time
 
 import gradferry
 import torch
@@ -56,42 +55,33 @@ def main() -> None:
         nn.GELU(),
         nn.Linear(512, 256),
     )
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # Where all ranks were after the last outer step, equal on all of them.
-    common = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
-    outer = torch.optim.SGD(common, lr=0.7, momentum=0.9, nesterov=True)
-    names = [name for name, _ in model.named_parameters()]
-    reducer = gradferry.Reducer(zip(names, common, strict=True), arguments.codec)
-
     text = source_code()
     held_out = len(text) - VALIDATION - CONTEXT
     validation = examples(text, torch.arange(held_out, held_out + VALIDATION))
     generator = torch.Generator().manual_seed(1000 * arguments.seed + rank)
-    for step in range(arguments.outer_steps):
-        for _ in range(arguments.inner_steps):
-            begins = torch.randint(held_out - CONTEXT, (64,), generator=generator)
-            context, following = examples(text, begins)
-            inner.zero_grad()
-            cross_entropy(model(context), following).backward()
-            inner.step()
-        with torch.no_grad():
-            pairs = list(zip(common, model.parameters(), strict=True))
-            changes = [start - now for start, now in pairs]
-            dist.barrier()  # only so that the time below is that of the average alone
-            begin = time.perf_counter()
-            reducer.all_reduce(changes)
-            seconds = time.perf_counter() - begin
-            for start, change in zip(common, changes, strict=True):
-                start.grad = change
-            outer.step()
-            for start, now in pairs:
-                now.copy_(start)
-            loss = cross_entropy(model(validation[0]), validation[1]).item()
-        if rank == 0:
-            print(f"outer step {step}: loss {loss:.4f}, averaged in {1e3 * seconds:.0f} ms")
-    if rank == 0 and not reducer.passes_through:
-        stats = reducer.stats()
-        print(f"{stats['wire_bytes']} bytes sent, {stats['ratio']:.1f} times fewer than fp32")
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    diloco = gradferry.DiLoCo(model, optimizer, arguments.inner_steps, arguments.codec)
+    for step in range(1, arguments.outer_steps * arguments.inner_steps + 1):
+        begins = torch.randint(held_out - CONTEXT, (64,), generator=generator)
+        context, following = examples(text, begins)
+        optimizer.zero_grad()
+        cross_entropy(model(context), following).backward()
+        is_last = step % arguments.inner_steps == 0
+        if is_last:
+            dist.barrier()  # only so that outer_ms has no time that slower ranks train
+        optimizer.step()
+        if is_last and rank == 0:
+            with diloco.common_parameters(), torch.no_grad():
+                loss = cross_entropy(model(validation[0]), validation[1]).item()
+            stats = diloco.stats()
+            took = f"took {stats['outer_ms']:.0f} ms"
+            print(f"outer step {stats['outer_steps'] - 1}: loss {loss:.4f}, {took}")
+    diloco.finish()
+
+    sent = diloco.stats()["reducer"]
+    if rank == 0 and sent["wire_bytes"]:
+        print(f"{sent['wire_bytes']} bytes sent, {sent['ratio']:.1f} times fewer than fp32")
     dist.destroy_process_group()
 
 

@@ -16,6 +16,7 @@ from gradferry.core.options import Options
 from gradferry.ddp.attach import attach, hook
 from gradferry.ddp.state import HookState
 from gradferry.diagnosis import doctor
+from gradferry.diloco import DiLoCo
 from gradferry.errors import (
     ConfigError,
     DivergedError,
@@ -38,6 +39,7 @@ atexit.register(_native.shutdown, 1.0)
 
 __all__ = [
     "ConfigError",
+    "DiLoCo",
     "DivergedError",
     "GradferryError",
     "GradferryWarning",

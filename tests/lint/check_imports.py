@@ -41,6 +41,7 @@ MODULES = {
     "__main__": "command",
     "checkpoint": "public",
     "diagnosis": "public",
+    "diloco": "public",
     "kept_reducers": "public",
     "optim": "public",
     "reducer": "public",

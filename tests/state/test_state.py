@@ -77,7 +77,7 @@ def case_refused(scenario: Scenario, changes: list[dict[str, Any]]) -> list[str]
         with pytest.raises(gradferry.StateError) as caught:
             run.state.load_state_dict(wrong)
         texts.append(str(caught.value))
-    unknown = "on_resize='meen' is none of strict, mean, drop"
+    unknown = "on_resize='meen' is none of strict, mean, fold, drop"
     with pytest.raises(gradferry.ConfigError, match=unknown):
         run.state.load_state_dict(saved, on_resize="meen")
     with pytest.raises(gradferry.StateError, match="of type NoneType, not the dict"):

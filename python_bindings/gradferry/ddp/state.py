@@ -180,8 +180,11 @@ class HookState(Averaging):
                 every node gets the mean of the nodes' worker residuals, rounded once, and every
                 rank the owner residuals of the tiles it owns now (with ``topk`` in momentum mode,
                 to and from a world of one, scaled to deliver the same momentum). A world of one
-                adds the residuals to its next gradient. ``"drop"`` begins without residuals (and
-                without momentum); parameters may have other names then.
+                adds the residuals to its next gradient. ``"fold"`` needs what this rank itself
+                saved, in the flat exchange: its worker residual takes up all that it has withheld,
+                in units of the new number of ranks; what ranks that are gone have withheld is lost.
+                ``"drop"`` begins without residuals (and without momentum); parameters may have
+                other names then.
 
         Raises:
             ConfigError: another ``on_resize``.

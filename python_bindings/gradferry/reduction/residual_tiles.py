@@ -128,6 +128,42 @@ def resize(
     return collect(worker, tiles, "worker"), collect(owner, tiles, "owner")
 
 
+def fold(
+    slot: Slot, sizes: tuple[int, int], tiles: Sequence[Tile], held: Held
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The worker and the owner residual with which a rank goes on alone from its own slot, where
+    ranks have left or come: worker' = worker * W'/W + owner * W', owner' = 0.
+
+    The next mean divides by W' instead of W, and receives the owner residual once. So it gets all
+    that this rank has withheld; what other ranks have is theirs.
+
+    Args:
+        slot: of this rank, with ``"worker_tiles"``.
+        sizes: W and W', the ranks of the world that saved and of this one.
+        tiles: of the layout of this rank.
+        held: where it was saved.
+
+    Raises:
+        StateError: there is no place for what it holds.
+    """
+    before, now = sizes
+    places = _Places(tiles)
+    worker, owner = places.zeros(torch.float64), places.zeros(torch.float64)
+    found = places.no_tiles()
+    places.add(worker, found, "worker", 0, slot)
+    places.expect_all(found, "worker", held)
+    places.add(owner, places.no_tiles(), "owner", 0, slot)
+    whole = (worker * now / before + owner * now).float()
+    lost = places.blocks(ids(tile.id for tile in tiles if not tile.worker_residual))
+    if whole[lost].any():
+        raise StateError(
+            "on_resize='fold' keeps everything in worker residuals, which are not kept here; use "
+            "error_feedback='both', or the merged states of all ranks with on_resize='mean'"
+        )
+    mine = collect(whole, tiles, "worker")
+    return mine, zero_residual(len(places.blocks(held_tiles(tiles, "owner"))) * _BLOCK)
+
+
 def with_worker_tiles(slots: Sequence[Slot], tiles: Sequence[Tile], held: Held) -> list[Slot]:
     """Slots of the flat exchange, with what they leave out: their worker residuals are of all
     tiles that had one, or of none, where nothing was withheld.

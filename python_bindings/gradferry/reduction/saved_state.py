@@ -24,6 +24,7 @@ from gradferry.reduction.residual_tiles import (
     Kind,
     Slot,
     Tile,
+    fold,
     held_tiles,
     ids,
     rescale,
@@ -44,7 +45,7 @@ NODES = "nodes"  # ranks by node, as JSON text; only with nodes of several ranks
 COMPRESSED_WARMUP = "compressed_warmup"
 _SMALLEST_SCALE = 2.0**-126  # normal in fp32, in which engines hold it
 _MOST_SHOWN = 400  # characters of a value
-ON_RESIZE = ("strict", "mean", "drop")
+ON_RESIZE = ("strict", "mean", "fold", "drop")
 _SLOT = re.compile(r"slot_(0|[1-9][0-9]{0,5})")
 # The name of a part of a sharded model that has a state of its own.
 _PART = re.compile(r"shard_\d+_of_\d+(_at(_\d+)+)?|group_of_rank_\d+")
@@ -164,7 +165,8 @@ def unpack(
     slots = _slots(saved)
     world_size, saved_size = identity["world_size"], saved["world_size"]
     same_names = _has_layout(saved, identity[LAYOUT])
-    if same_names and saved_size == world_size and _members(saved) == _members(identity):
+    is_same = same_names and saved_size == world_size and _members(saved) == _members(identity)
+    if is_same and (rank in slots or on_resize != "fold"):
         if rank not in slots:
             raise StateError(
                 f"the saved state has no slot_{rank}, only {_names(slots)}; every rank loads what "
@@ -176,10 +178,14 @@ def unpack(
     elif on_resize == "strict":
         raise StateError(
             f"the saved state has {_what_differs(saved, identity)}; load the merged states of all "
-            "ranks with on_resize='mean', or begin without residuals with on_resize='drop'"
+            "ranks with on_resize='mean', this rank's own with on_resize='fold', or begin without "
+            "residuals with on_resize='drop'"
         )
     elif on_resize == "drop":
         worker, owner = zero_residual(0), zero_residual(0)
+    elif on_resize == "fold":
+        worker, owner = _folded(saved, slots, identity, tiles, held)
+        rescale(worker, owner, tiles, factors)
     else:
         missing = next((r for r in range(saved_size) if r not in slots), None)
         if missing is not None:
@@ -195,6 +201,28 @@ def unpack(
         if not (worker.any() or owner.any()):
             worker, owner = zero_residual(0), zero_residual(0)  # a world of one needs no memory
     return Residuals(steps, worker, owner, scale)
+
+
+def _folded(
+    saved: Mapping[str, Any],
+    slots: Mapping[int, Slot],
+    identity: Mapping[str, Any],
+    tiles: Sequence[Tile],
+    held: Held,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `fold`."""
+    if NODES in saved or NODES in identity:
+        raise StateError(
+            "on_resize='fold' is for the flat exchange: ranks of a node withhold for each other; "
+            "load the merged states of all ranks with on_resize='mean'"
+        )
+    if len(slots) != 1:
+        raise StateError(
+            f"on_resize='fold' takes what this rank itself saved, and the state has "
+            f"{_names(slots)}; load that, or the merged states of all ranks with on_resize='mean'"
+        )
+    slot = with_worker_tiles(list(slots.values()), tiles, held)[0]
+    return fold(slot, (saved["world_size"], identity["world_size"]), tiles, held)
 
 
 def steps_and_scale(saved: Mapping[str, Any]) -> tuple[int, float]:

@@ -1,0 +1,157 @@
+"""What members of a group have in common reaches those who lack it: tensors and an optimizer."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradferry.core.agreement import Record
+from gradferry.core.meeting import wait_or_hear
+from gradferry.errors import PeerError, ProtocolError
+
+# What an optimizer may keep of a parameter.
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
+_State = dict[int, dict[str, Any]]
+
+
+def outline(optimizer: torch.optim.Optimizer) -> Record:
+    """What an optimizer has, without the content of tensors: a record for `hand_on`.
+
+    Tensors of dtypes that optimizers do not use, and values that JSON has not, are left out.
+    """
+    saved = optimizer.state_dict()
+    entries: list[list[Any]] = []
+    for index, kept in sorted(saved["state"].items()):
+        for key, value in sorted(kept.items()):
+            if isinstance(value, torch.Tensor) and str(value.dtype) in _DTYPES:
+                entries.append([index, key, str(value.dtype), list(value.shape)])
+            elif _is_plain(value):
+                entries.append([index, key, None, value])
+    groups = [
+        {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
+        for group in saved["param_groups"]
+    ]
+    return {"entries": entries, "groups": groups}
+
+
+def _is_plain(value: object) -> bool:
+    try:
+        return json.loads(json.dumps(value, allow_nan=False)) is not None
+    except (TypeError, ValueError):
+        return False
+
+
+def hand_on(
+    tensors: Sequence[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    outlined: object,
+    source: int,
+    group: dist.ProcessGroup,
+    place: torch.device,
+    *,
+    takes: bool,
+) -> None:
+    """Gives tensors, and the state of their optimizer, to ranks that lack them. Collective.
+
+    Args:
+        tensors: of equal shapes and dtypes on all ranks.
+        optimizer: of these tensors; its options follow those of the source.
+        outlined: what `outline` returned on the source.
+        source: the rank in the group that has them.
+        group: of the ranks.
+        place: a device that the group has a backend for.
+        takes: whether this rank puts what it receives in the place of what it has.
+
+    Raises:
+        ProtocolError: the outline fits no optimizer of these tensors.
+        PeerError: a rank was lost. Nothing was changed here.
+    """
+    entries, groups = _checked(outlined, tensors, optimizer)
+    mine = optimizer.state_dict()
+    gives = dist.get_rank(group) == source
+
+    def travel(shape: Sequence[int], dtype: torch.dtype, value: torch.Tensor | None) -> Any:
+        message = torch.empty(tuple(shape), dtype=dtype, device=place)
+        if value is not None:
+            message.copy_(value)
+        work = dist.broadcast(message, group_src=source, group=group, async_op=True)
+        assert work is not None  # this rank is in the group
+        try:
+            wait_or_hear(work, group)
+        except RuntimeError as error:
+            raise PeerError(
+                f"a rank was lost while newcomers got what the others have: {error}"
+            ) from error
+        return message
+
+    with torch.no_grad():
+        received = [travel(t.shape, t.dtype, t if gives else None) for t in tensors]
+        state: _State = {}
+        for index, key, dtype, content in entries:
+            if dtype is not None:
+                value = mine["state"][index][key] if gives else None
+                content = travel(content, _DTYPES[dtype], value)
+            state.setdefault(index, {})[key] = content
+        if not takes:
+            return
+        for tensor, content in zip(tensors, received, strict=True):
+            tensor.copy_(content)
+    pairs = zip(mine["param_groups"], groups, strict=True)
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": [{**own, **given} for own, given in pairs]}
+    )
+
+
+def _checked(
+    outlined: object, tensors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer
+) -> tuple[list[Any], list[Mapping[str, Any]]]:
+    """The entries and groups of an outline from another rank. Raises ProtocolError."""
+    own = optimizer.param_groups
+    entries: list[Any] = []
+    groups: list[Mapping[str, Any]] = []
+    try:
+        assert isinstance(outlined, dict)
+        entries, groups = outlined["entries"], outlined["groups"]
+        good = len(groups) == len(own)
+        good = good and all(set(g) <= set(o) - {"params"} for g, o in zip(groups, own, strict=True))
+        for index, key, dtype, content in entries:
+            good = good and type(index) is int and 0 <= index < len(tensors) and type(key) is str
+            if dtype is not None:
+                shape = list(tensors[index].shape)
+                good = good and dtype in _DTYPES and (content == shape or content == [])
+        good = good and len({(e[0], e[1]) for e in entries}) == len(entries)
+    except (AssertionError, KeyError, TypeError, ValueError, IndexError, AttributeError):
+        good = False
+    if not good:
+        raise ProtocolError(
+            f"what a rank says of its outer optimizer fits none of {len(tensors)} parameters "
+            f"({sum(math.prod(t.shape) for t in tensors):,} elements); start every rank with the "
+            "same code"
+        )
+    return entries, groups
+
+
+def count_of(record: Mapping[str, Any], key: str) -> int:
+    """A count that another rank has sent. Raises ProtocolError."""
+    value = record.get(key)
+    if type(value) is not int or value < 0:
+        raise ProtocolError(
+            f"a rank says that it has {value!r} {key}; start every rank with one version"
+        )
+    return value
+
+
+def hashes_of(record: Mapping[str, Any]) -> list[int]:
+    """What another rank has sent of its common parameters. Raises ProtocolError."""
+    hashes = record.get("common")
+    if not isinstance(hashes, list) or not all(type(each) is int for each in hashes):
+        raise ProtocolError(
+            "a rank has sent something else than the hashes of its common parameters; start every "
+            "rank with one version"
+        )
+    return hashes

@@ -1,0 +1,377 @@
+"""What `gradferry.DiLoCo` refuses, said on all ranks, and what it leaves unchanged then."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gradferry
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import on_ranks
+from outcomes import Outcome, attempt
+from torch import nn
+from training_alone import (
+    Plain,
+    are_equal,
+    bits_of,
+    common,
+    flat,
+    make,
+    move,
+    movements,
+    of_all,
+    still,
+)
+
+
+def momentum(common: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(common, lr=1.0, momentum=0.5)
+
+
+def adam(common: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(common, lr=1.0)
+
+
+def expect_on_all(call: Callable[[], Any], error: str, *texts: str) -> Outcome:
+    """All ranks raise one error, with one headline."""
+    outcome = attempt(call)
+    assert outcome.error == error, outcome
+    for text in texts:
+        assert text in outcome.text, outcome
+    assert are_equal(of_all(outcome.headline))
+    return outcome
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "field"),
+    [
+        ({"sync_every": 4}, {"sync_every": 5}, "sync_every: 5 instead of 4"),
+        ({"residual_decay": 0.5}, {}, "residual_decay: 1.0 instead of 0.5"),
+        ({}, {"outer": momentum}, "outer optimizer"),
+        ({}, {"outer": adam}, "outer optimizer"),
+        ({}, {"codec": "q8"}, "codec"),
+        ({}, {"seed": 1}, "seed"),
+    ],
+    ids=["period", "decay", "momentum", "optimizer", "codec", "seed"],
+)
+@on_ranks(2)
+def test_ranks_that_differ_are_named(
+    one: dict[str, Any], other: dict[str, Any], field: str
+) -> None:
+    arguments = (one, other)[dist.get_rank()]
+    expect_on_all(lambda: make(Plain(), **arguments), "RankMismatchError", "rank 1", field)
+
+
+@on_ranks(2)
+def test_models_that_differ_are_named() -> None:
+    dtype = (torch.float32, torch.bfloat16)[dist.get_rank()]
+    expect_on_all(lambda: make(Plain(dtype)), "RankMismatchError", "rank 1", "bfloat16")
+    model = nn.Linear(4, 4 + dist.get_rank())
+    expect_on_all(lambda: make(model), "RankMismatchError", "rank 1", "weight")
+
+
+BAD: list[dict[str, Any]] = [
+    *({"sync_every": value} for value in (0, True, "x", 1.5)),
+    *({"residual_decay": value} for value in (0, 2, True, "x", float("nan"))),
+    *({"device": value} for value in ("cuda", "nowhere", 7)),
+    {"codec": "auto"},
+    {"codec": "q17"},
+    {"bucket_cap_mb": 0},
+    *({"outer": value} for value in ("sgd", lambda common: None)),
+    {"outer": lambda common: torch.optim.SGD(common[:1], lr=1.0)},
+    {"momentum": 0.9},
+    {"check_every": 1},
+    {"grad_scaler": None},
+    {"exact_skip": True},
+    {"nonfinite": "raise"},
+    {"warmup_steps": 3},
+    {"error_feedbak": "both"},
+]
+
+
+@on_ranks(2)
+def test_bad_argument_of_one_rank_is_said_on_all() -> None:
+    for bad in BAD:
+        arguments = bad if dist.get_rank() == 1 else {}
+        (name,) = bad
+        call = partial(make, Plain(), **arguments)
+        expect_on_all(call, "ConfigError", "rank 1", name)
+    optimizer, _ = make(Plain())  # the group can be used as before
+    optimizer.step()
+
+
+def not_all(model: Plain) -> tuple[Any, str]:
+    return torch.optim.SGD([model.weight], lr=0.1), "'bias'"
+
+
+def foreign(model: Plain) -> tuple[Any, str]:
+    return torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1), "SGD"
+
+
+def no_optimizer(model: Plain) -> tuple[Any, str]:
+    return [still(model), model], "Plain"
+
+
+def empty_list(model: Plain) -> tuple[Any, str]:
+    return [], "no optimizer"
+
+
+def frozen(model: Plain) -> tuple[Any, str]:
+    optimizer = still(model)
+    model.requires_grad_(False)
+    return optimizer, "no parameters that require grad"
+
+
+@pytest.mark.parametrize("wrong", [not_all, foreign, no_optimizer, empty_list, frozen])
+@on_ranks(2)
+def test_wrong_optimizer_of_one_rank_is_said_on_all(
+    wrong: Callable[[Plain], tuple[Any, str]],
+) -> None:
+    model = Plain()
+    optimizer, text = wrong(model)
+    if dist.get_rank() == 0:
+        model = Plain()
+        optimizer = still(model)
+    expect_on_all(lambda: gradferry.DiLoCo(model, optimizer), "ConfigError", "rank 1", text)
+
+
+@on_ranks(2)
+def test_ranks_that_begin_elsewhere_get_the_parameters_of_rank_0() -> None:
+    for codec in ("q4", "off"):
+        model = Plain()
+        move(model, movements(model, dist.get_rank()))
+        mine = bits_of(model)
+        first = of_all(mine)[0]
+        _, diloco = make(model, codec)
+        assert bits_of(model) == first
+        assert torch.equal(common(diloco), flat(model.parameters()))
+        assert (mine == first) == (dist.get_rank() == 0)
+
+
+# --- optimizers and steps -------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_another_optimizer_of_the_model_is_refused() -> None:
+    model = Plain()
+    optimizer, diloco = make(model)
+    outcome = attempt(torch.optim.Adam(model.parameters()).step)
+    assert outcome.error == "StateError"
+    assert "Adam" in outcome.text
+    torch.optim.Adam(nn.Linear(2, 2).parameters()).step()  # of another model
+    optimizer.step()
+    assert diloco.stats()["outer_steps"] == 1
+
+
+@on_ranks(2)
+def test_two_optimizers_count_one_step_together() -> None:
+    model = Plain()
+    weights = torch.optim.SGD([model.weight], lr=0.1)
+    biases = torch.optim.AdamW([model.bias], lr=0.1)
+    diloco = gradferry.DiLoCo(model, [weights, biases], sync_every=2)
+    for step in range(4):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1.0 + dist.get_rank())
+        weights.step()
+        assert diloco.stats()["inner_steps"] == step
+        biases.step()
+        assert diloco.stats()["inner_steps"] == step + 1
+        assert diloco.stats()["outer_steps"] == (step + 1) // 2
+    assert are_equal(of_all(bits_of(model)))
+
+
+@on_ranks(2)
+def test_finish_takes_the_outer_step_of_an_incomplete_period() -> None:
+    model = Plain()
+    optimizer, diloco = make(model, "exact", sync_every=3)
+    moved = torch.zeros_like(common(diloco))
+    for step in range(4):
+        given = [movements(model, rank, step) for rank in range(2)]
+        move(model, given[dist.get_rank()])
+        moved += (flat(given[0]) + flat(given[1])) / 2
+        optimizer.step()
+    diloco.finish()
+    assert torch.equal(common(diloco), -moved)
+    assert torch.equal(flat(model.parameters()), -moved)
+    counts = {"inner_steps": 4, "outer_steps": 2}
+    for _ in range(3):
+        move(model, movements(model, 7))
+        optimizer.step()
+        torch.optim.Adam(model.parameters()).step()
+    assert counts.items() <= diloco.stats().items()
+    assert torch.equal(common(diloco), -moved)
+
+
+@on_ranks(2)
+def test_finish_after_a_whole_period_does_nothing() -> None:
+    model = Plain()
+    optimizer, diloco = make(model)
+    move(model, movements(model, dist.get_rank()))
+    optimizer.step()
+    before = common(diloco)
+    diloco.finish()
+    assert torch.equal(common(diloco), before)
+    assert diloco.stats()["outer_steps"] == 1
+
+
+# --- outer steps that cannot be -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("codec", ["q4", "off"])
+@on_ranks(2)
+def test_change_that_is_not_finite_stops_the_outer_step_of_all(codec: str, value: float) -> None:
+    model = Plain()
+    optimizer, diloco = make(model, codec, sync_every=2)
+    for _ in range(2):
+        move(model, movements(model, dist.get_rank()))
+        optimizer.step()
+    optimizer.step()
+    before, kept = common(diloco), copy.deepcopy(diloco.state_dict()["reducer"])
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.weight[3, 4] = value
+    mine = bits_of(model)
+    expect_on_all(optimizer.step, "StateError", "rank 1", "'weight'")
+    assert torch.equal(common(diloco), before)
+    assert bits_of(model) == mine
+    slot = f"slot_{dist.get_rank()}"
+    now = diloco.state_dict()["reducer"]
+    assert all(torch.equal(now[slot][kind], kept[slot][kind]) for kind in kept[slot])
+    assert now["steps"] == kept["steps"]
+    assert diloco.stats()["outer_steps"] == 1
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.weight[3, 4] = 0.0
+    optimizer.step()  # the outer step that is due
+    assert diloco.stats()["outer_steps"] == 2
+    assert common(diloco).isfinite().all()
+    assert are_equal(of_all(bits_of(model)))
+
+
+def replace(model: Plain) -> str:
+    model.weight = nn.Parameter(model.weight.detach().clone())
+    return "'weight' was replaced"
+
+
+def remove(model: Plain) -> str:
+    del model.bias
+    return "'bias' was removed"
+
+
+def convert(model: Plain) -> str:
+    model.to(torch.bfloat16)
+    return "torch.bfloat16"
+
+
+def add(model: Plain) -> str:
+    model.more = nn.Parameter(torch.zeros(3))
+    return "'more' was added"
+
+
+@pytest.mark.parametrize("change", [replace, remove, convert, add])
+@on_ranks(2)
+def test_model_that_changes_on_one_rank_stops_all(change: Callable[[Plain], str]) -> None:
+    model = Plain()
+    optimizer, diloco = make(model)
+    optimizer.step()
+    before = common(diloco)
+    text = change(model if dist.get_rank() == 1 else Plain())
+    expect_on_all(optimizer.step, "StateError", "rank 1", text)
+    assert torch.equal(common(diloco), before)
+    assert diloco.stats()["outer_steps"] == 1
+
+
+def other_common(states: list[dict[str, Any]]) -> tuple[str, str]:
+    """Both are of one outer step, and one has another last bit."""
+    states[0]["common"] = copy.deepcopy(states[0]["common"])
+    states[0]["common"]["bias"].view(torch.int32)[5] ^= 1
+    return "DivergedError", "'bias'"
+
+
+def other_step(states: list[dict[str, Any]]) -> tuple[str, str]:
+    states[0] = states[1]
+    return "RankMismatchError", "outer_steps"
+
+
+@pytest.mark.parametrize("differ", [other_common, other_step])
+@on_ranks(2)
+def test_states_that_differ_between_ranks_are_found_at_the_next_outer_step(
+    differ: Callable[[list[dict[str, Any]]], tuple[str, str]],
+) -> None:
+    model = Plain()
+    optimizer, diloco = make(model)
+    states = []
+    for step in range(2):
+        move(model, movements(model, dist.get_rank(), step))
+        optimizer.step()
+        states.append(diloco.state_dict())
+    own = copy.deepcopy(states[0])
+    error, text = differ(states)
+    diloco.load_state_dict(states[0] if dist.get_rank() == 1 else own)
+    expect_on_all(optimizer.step, error, "rank 1", text)
+    diloco.load_state_dict(own)
+    optimizer.step()
+    assert diloco.stats()["outer_steps"] == 2
+    assert are_equal(of_all(bits_of(model)))
+
+
+# --- common_parameters() --------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_common_parameters_are_shown_and_taken_back() -> None:
+    model = Plain()
+    optimizer, diloco = make(model, sync_every=4)
+    for step in range(5):
+        move(model, movements(model, dist.get_rank(), step))
+        optimizer.step()
+    local = bits_of(model)
+    assert not are_equal(of_all(local))
+    with diloco.common_parameters():
+        shown = bits_of(model)
+        assert torch.equal(flat(model.parameters()), common(diloco))
+    assert are_equal(of_all(shown))
+    assert bits_of(model) == local
+    with pytest.raises(ArithmeticError), diloco.common_parameters():
+        raise ArithmeticError
+    assert bits_of(model) == local
+
+
+@on_ranks(2)
+def test_step_within_common_parameters_is_refused() -> None:
+    model = Plain()
+    optimizer, diloco = make(model, sync_every=2)
+    move(model, movements(model, dist.get_rank()))
+    optimizer.step()
+    local = bits_of(model)
+    with diloco.common_parameters():
+        outcome = attempt(optimizer.step)
+    assert outcome.error == "StateError"
+    assert "common_parameters()" in outcome.text
+    assert bits_of(model) == local
+    assert diloco.stats()["inner_steps"] == 1
+    optimizer.step()
+    assert diloco.stats()["outer_steps"] == 1
+
+
+@on_ranks(2)
+def test_step_of_one_of_two_optimizers_within_common_parameters_is_refused() -> None:
+    model = Plain()
+    weights, biases = (torch.optim.SGD([p], lr=0.1) for p in model.parameters())
+    diloco = gradferry.DiLoCo(model, [weights, biases], sync_every=2)
+    with diloco.common_parameters():
+        with diloco.common_parameters():
+            pass
+        assert attempt(weights.step).error == "StateError"
+    biases.step()
+    assert diloco.stats()["inner_steps"] == 0
+    weights.step()
+    assert diloco.stats()["inner_steps"] == 1

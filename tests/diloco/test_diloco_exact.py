@@ -1,0 +1,181 @@
+"""`gradferry.DiLoCo` loses nothing: what was applied and what is withheld is what ranks moved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradferry.reducer import Reducer
+from on_ranks import on_ranks
+from torch import nn
+from training_alone import (
+    Plain,
+    are_equal,
+    bits_of,
+    by_its_mean,
+    common,
+    flat,
+    make,
+    move,
+    movements,
+    of_all,
+    residuals,
+    summed,
+)
+
+OUTER_STEPS = 5
+ALL = ("q4", "q8", "rht:bits=2", "sign1", "topk:ratio=0.05")
+
+
+def withheld(reducer: Reducer) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean of the worker residuals and the sum of the owner residuals. Collective."""
+    worker, owner = residuals(reducer.state_dict(), reducer._running.tiles())
+    return summed(worker) / dist.get_world_size(), summed(owner)
+
+
+# Movements are whole numbers of 2^-8 of at most 2^-2, and four ranks divide exactly. What a codec
+# decodes is a scale of 8 bits or fewer times a small whole number, also with rht: every number
+# below is exact in fp32, and the gap is 0.
+@pytest.mark.parametrize(
+    ("codec", "decay"),
+    [*((codec, 1.0) for codec in ALL), ("q4", 0.5), ("sign1", 0.5), ("topk:ratio=0.05", 0.5)],
+)
+@on_ranks(4)
+def test_applied_and_withheld_are_what_ranks_moved(codec: str, decay: float) -> None:
+    model = Plain()
+    optimizer, diloco = make(model, codec, sync_every=2, residual_decay=decay)
+    begin = common(diloco)
+    moved, faded = torch.zeros_like(begin), torch.zeros_like(begin)
+    for period in range(OUTER_STEPS):
+        if period:
+            faded += (1 - decay) * withheld(diloco._reducer)[0]
+        for inner in range(2):
+            given = movements(model, dist.get_rank(), period, inner)
+            move(model, given)
+            moved += summed(flat(given)) / 4
+            optimizer.step()
+    worker, owner = withheld(diloco._reducer)
+    assert diloco.stats()["outer_steps"] == OUTER_STEPS
+    assert (worker + owner).abs().max() > 2.0**-12
+    assert bool(faded.any()) == (decay != 1.0)
+    gap = (begin - common(diloco)) + worker + owner + faded - moved
+    assert gap.abs().max() == 0
+
+
+@pytest.mark.parametrize("outer", [None, by_its_mean], ids=["nesterov", "plain"])
+@pytest.mark.parametrize("codec", ["off", "exact", *ALL])
+@on_ranks(4)
+def test_common_parameters_are_equal_on_all_ranks(codec: str, outer: object) -> None:
+    model = Plain()
+    optimizer, diloco = make(model, codec, outer=outer, residual_decay=0.9)
+    numbers = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        before = common(diloco)
+        move(model, [0.1 * torch.randn(p.shape, generator=numbers) for p in model.parameters()])
+        optimizer.step()
+        assert are_equal(of_all(bits_of(model)))
+        assert torch.equal(common(diloco), flat(model.parameters()))
+        assert not torch.equal(common(diloco), before)
+
+
+@on_ranks(4)
+def test_default_outer_optimizer_is_nesterov_of_the_paper() -> None:
+    """Of dyadic means, in fp64: p -= 0.7 * (g + 0.9 * m), where m = 0.9 * m + g."""
+    model = Plain()
+    optimizer, diloco = make(model, "exact", outer=None)
+    expected = common(diloco)
+    momentum = torch.zeros_like(expected)
+    largest = 0.0
+    for period in range(OUTER_STEPS):
+        given = movements(model, dist.get_rank(), period)
+        # The model's parameters are no dyadic numbers from the second period on.
+        local = flat(model.parameters())
+        move(model, given)
+        mean = summed(local - flat(model.parameters())) / 4
+        momentum = 0.9 * momentum + mean
+        expected -= 0.7 * (mean + 0.9 * momentum)
+        optimizer.step()
+        largest = max(largest, float(expected.abs().max()), float(momentum.abs().max()))
+    # Per step, fp32 rounds the change, its mean, the momentum (twice), the sum of both (twice) and
+    # the parameter (twice), each by 2^-24 of the largest number or less; the momentum keeps its
+    # errors with a factor 0.9, which multiplies them by less than 10.
+    tolerance = OUTER_STEPS * 8 * 10 * 2.0**-24 * largest
+    assert (common(diloco) - expected).abs().max() <= tolerance
+
+
+class OfAllKinds(nn.Module):
+    """Parameters that are frozen, tied, or of other dtypes, shapes and orders in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        image = torch.zeros(8, 16, 9, 7).contiguous(memory_format=torch.channels_last)
+        self.image = nn.Parameter(image)
+        self.tied = self.image
+        self.frozen = nn.Parameter(torch.ones(40, 50), requires_grad=False)
+        self.scalar = nn.Parameter(torch.zeros(()))
+        self.nothing = nn.Parameter(torch.zeros(0, 5))
+        self.in_fp16 = nn.Parameter(torch.zeros(70, 64, dtype=torch.float16))
+        self.in_fp64 = nn.Parameter(torch.zeros(33, 40, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("codec", ["exact", "off", "q4"])
+@on_ranks(2)
+def test_all_kinds_of_parameters_are_averaged(codec: str) -> None:
+    model = OfAllKinds()
+    move(model, movements(model, dist.get_rank()))
+    with torch.no_grad():
+        model.frozen.fill_(dist.get_rank())
+    optimizer, diloco = make(model, codec)
+    assert diloco.state_dict()["common"].keys() == {
+        *("image", "scalar", "nothing", "in_fp16", "in_fp64")
+    }
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for step in range(2):
+        begin = common(diloco)
+        assert torch.equal(begin, flat(trained))
+        assert are_equal(of_all([p.flatten().tolist() for p in trained]))
+        given = movements(model, dist.get_rank(), step)
+        move(model, given)
+        moved = begin - flat(trained)
+        assert moved.any()
+        optimizer.step()
+        # Whole numbers of 2^-8, and halves of them, are exact in fp16 up to 2^2.
+        if codec != "q4":
+            assert torch.equal(begin - common(diloco), summed(moved) / 2)
+    assert (model.frozen != 0).all() == (dist.get_rank() == 1)
+
+
+@on_ranks(4)
+def test_common_parameters_of_bf16_keep_what_bf16_cannot_hold() -> None:
+    """Each period one rank moves by the spacing of bf16 above 1, and the mean by a quarter."""
+    model = Plain(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    optimizer, diloco = make(model, "exact")
+    spacing = 2.0**-7
+    for period in range(10):
+        if dist.get_rank() == period % 4:
+            move(model, [torch.full_like(p, -spacing) for p in model.parameters()])
+        optimizer.step()
+        expected = torch.full_like(common(diloco), 1.0 + (period + 1) * spacing / 4)
+        assert torch.equal(common(diloco), expected)
+        assert torch.equal(flat(model.parameters()), expected.bfloat16().double())
+    before = common(diloco)
+    assert not torch.equal(before, before.bfloat16().double())
+    optimizer.step()  # a period without any movement
+    assert torch.equal(common(diloco), before)
+    assert diloco.stats()["outer_steps"] == 11
+
+
+@pytest.mark.parametrize("codec", ["q4", "topk:ratio=0.05"])
+@on_ranks(2)
+def test_period_without_movement_changes_nothing(codec: str) -> None:
+    model = Plain(torch.bfloat16)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(model.weight.shape))
+    optimizer, diloco = make(model, codec)
+    before = common(diloco)
+    optimizer.step()
+    assert torch.equal(common(diloco), before)
+    assert torch.equal(flat(model.parameters()), before.bfloat16().double())

@@ -1,0 +1,294 @@
+"""Ranks of DiLoCo that are lost before, inside and after an average, and ranks that come."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any, NoReturn
+from unittest import mock
+
+import gradferry
+import pytest
+import torch
+import torch.distributed as dist
+from gradferry import diloco as diloco_module
+from outcomes import attempt
+from torch import nn
+from world import World, WorldError
+
+Worlds = Callable[[int], World]
+
+SHAPE = (96, 128)  # three tiles, so that three ranks own one
+TILE = 4096
+LOST = (2, 3)
+LEFT = [0, 1]
+
+
+class Alone:
+    """A model that moves as a test says, under DiLoCo. The outer optimizer adds up averages."""
+
+    def __init__(
+        self, codec: str, group: dist.ProcessGroup | None, start: float = 0.0, nodes: Any = "auto"
+    ) -> None:
+        self.model = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
+        nn.init.constant_(self.model.weight, start)
+        self.model.weight.grad = torch.zeros(SHAPE)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.diloco = gradferry.DiLoCo(
+            self.model,
+            self.optimizer,
+            sync_every=1,
+            codec=codec,
+            outer=lambda common: torch.optim.SGD(common, lr=1.0),
+            group=group,
+            nodes=nodes,
+        )
+
+    def step(self, number: int) -> None:
+        """Moves by minus `change(rank, number)`: an outer step."""
+        with torch.no_grad():
+            self.model.weight -= change(dist.get_rank(), number)
+        self.optimizer.step()
+
+    def applied(self) -> torch.Tensor:
+        """The average of the last outer step."""
+        return self.diloco._common.changes[0].double()
+
+    def withheld(self) -> torch.Tensor:
+        """This rank's part of what the averages of all lack: worker / W + owner."""
+        saved = self.diloco.state_dict()["reducer"]
+        (slot,) = (saved[key] for key in saved if key.startswith("slot_"))
+        sum_of_both = torch.zeros(SHAPE, dtype=torch.float64).flatten()
+        if slot["worker"].numel():
+            sum_of_both += slot["worker"].double() / saved["world_size"]
+        for place, tile in enumerate(slot["owner_tiles"].tolist()):
+            part = slot["owner"][place * TILE : (place + 1) * TILE].double()
+            sum_of_both[tile * TILE : (tile + 1) * TILE] += part
+        return sum_of_both.view(SHAPE)
+
+
+def change(rank: int, number: int) -> torch.Tensor:
+    """Integers times 2^-8, of which fp32 holds sums and means over 2 and 4 ranks exactly."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randint(-500, 500, SHAPE, generator=generator) * 2.0**-8
+
+
+def mean_of(ranks: list[int], number: int) -> torch.Tensor:
+    return torch.stack([change(rank, number).double() for rank in ranks]).mean(0)
+
+
+def sum_over(group: dist.ProcessGroup, part: torch.Tensor) -> torch.Tensor:
+    whole = part.clone()
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+def die(*_: object, **__: object) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def die_inside(alone: Alone) -> None:
+    """Sends to the others, and ends before they have all."""
+    reducer = alone.diloco._reducer
+    begin = type(reducer).all_reduce
+
+    def send_and_die(tensors: Any) -> None:
+        begin(reducer, tensors, async_op=True)
+        die()
+
+    with mock.patch.object(reducer, "all_reduce", send_and_die):
+        alone.step(1)
+
+
+def hear_nothing(*arguments: Any) -> NoReturn:
+    """The others hear from this rank, which hears from nobody."""
+    gather_records(*arguments)
+    raise gradferry.PeerError("lost contact")
+
+
+gather_records = diloco_module.gather_records
+
+
+def case_lost(where: str, codec: str) -> None:
+    """Two of four ranks are lost around the second outer step; the others go on without them."""
+    rank = dist.get_rank()
+    alone = Alone(codec, None)
+    alone.step(0)
+    first, before = alone.applied(), alone.withheld()
+    if rank in LOST:
+        if where == "before":
+            die()
+        if where == "inside":
+            die_inside(alone)
+        if where == "heard by nobody":
+            with mock.patch.object(diloco_module, "gather_records", die):
+                alone.step(1)
+        alone.step(1)
+        die()
+    common = alone.diloco.state_dict()["common"]["weight"]
+    deaf = where == "heard by one" and rank == 1
+    with mock.patch.object(
+        diloco_module, "gather_records", hear_nothing if deaf else gather_records
+    ):
+        outcome = attempt(lambda: alone.step(1))
+    took_it = where == "heard by one" and rank == 0
+    assert outcome.error == (None if took_it else "PeerError"), outcome
+    if not took_it:
+        assert "outer step 1 is not over, and has changed nothing on this rank" in outcome.text
+        assert "diloco.rejoin(group)" in outcome.text
+        assert torch.equal(alone.diloco.state_dict()["common"]["weight"], common)
+        assert torch.equal(alone.withheld(), before)
+        assert attempt(alone.optimizer.step).error == "PeerError"  # nobody trains on alone unseen
+    group = dist.new_group(LEFT, use_local_synchronization=True)
+    alone.diloco.rejoin(group)
+    assert alone.diloco.stats()["outer_steps"] == 2
+    second = alone.applied()
+    # Each rank keeps worker / W and owner of before, whatever the number of ranks is now.
+    if where != "heard by one":
+        lacks = sum_over(group, before)
+        assert torch.equal(second + sum_over(group, alone.withheld()), lacks + mean_of(LEFT, 1))
+    elif codec == "exact":
+        assert torch.equal(second, mean_of([*LEFT, *LOST], 1))
+    else:
+        assert not torch.equal(alone.withheld(), before)  # it is what the step has left
+    hashes = alone.diloco._common.hashes()
+    answers: list[Any] = [None] * len(LEFT)
+    dist.all_gather_object(answers, (hashes, second.sum().item(), first.sum().item()), group=group)
+    assert answers[0] == answers[1]
+    before = sum_over(group, alone.withheld())
+    alone.step(2)
+    after = sum_over(group, alone.withheld())
+    assert torch.equal(alone.applied() + after, before + mean_of(LEFT, 2))
+
+
+@pytest.mark.parametrize(
+    ("where", "codec"),
+    [
+        ("before", "q4"),
+        ("inside", "q4"),
+        ("heard by nobody", "q4"),
+        ("heard by one", "q4"),
+        ("heard by one", "exact"),
+    ],
+)
+def test_ranks_that_are_left_go_on_with_the_same_changes(where: str, codec: str) -> None:
+    world = World(4)
+    try:
+        with pytest.raises(WorldError) as raised:
+            world.run(case_lost, where=where, codec=codec)
+    finally:
+        world.stop()
+    rows = [line for line in str(raised.value).splitlines() if line.startswith("rank ")]
+    assert rows == [f"rank {rank}: process ended with code -9" for rank in LOST], raised.value
+
+
+def case_come() -> tuple[list[int], int]:
+    """Rank 2 comes after two outer steps of the others, one of which has failed before."""
+    rank, group = dist.get_rank(), dist.new_group(LEFT)
+    everybody = dist.new_group([0, 1, 2])
+    if rank == 2:
+        alone = Alone("q4", everybody, start=7.0)
+    else:
+        alone = Alone("q4", group)
+        alone.step(0)
+        alone.step(1)
+        alone.diloco.rejoin(everybody)
+    assert alone.diloco.stats()["outer_steps"] == 2
+    assert torch.equal(alone.model.weight, alone.diloco.state_dict()["common"]["weight"])
+    alone.step(2)
+    return alone.diloco._common.hashes(), alone.diloco.stats()["inner_steps"]
+
+
+def test_a_newcomer_gets_what_the_others_have(worlds: Worlds) -> None:
+    answers = worlds(3).run(case_come)
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0][1] == 3
+
+
+def case_momentum(device: str = "cpu") -> tuple[list[int], list[int]]:
+    """An outer momentum travels to who comes: later steps are the same."""
+    group = dist.new_group([0])
+    model = nn.Linear(70, 60)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float(dist.get_rank()))
+            parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    if dist.get_rank() == 0:
+        diloco = gradferry.DiLoCo(model, optimizer, sync_every=2, codec="exact", group=group)
+        for _ in range(5):
+            optimizer.step()
+        diloco.rejoin()
+    else:
+        diloco = gradferry.DiLoCo(model, optimizer, sync_every=2, codec="exact")
+    before = diloco._common.hashes()
+    optimizer.step()
+    optimizer.step()
+    buffers = [state["momentum_buffer"] for state in diloco.outer.state.values()]
+    assert all(buffer.abs().sum() > 0 for buffer in buffers)
+    diloco.finish()
+    return before, diloco._common.hashes()
+
+
+def test_outer_momentum_reaches_a_newcomer(worlds: Worlds) -> None:
+    first, second = worlds(2).run(case_momentum)
+    assert first == second
+    assert first[0] != first[1]
+
+
+def case_apart() -> None:
+    """Ranks that were in different worlds do not go on as one without a word."""
+    mine = dist.get_rank()
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    alone = Alone("q4", groups[mine], start=float(mine))
+    alone.step(0)
+    outcome = attempt(alone.diloco.rejoin)
+    assert outcome.error == "DivergedError"
+    assert "the common value of 'weight' of rank 1 differs from that of rank 0" in outcome.text
+
+
+def test_ranks_with_different_pasts_are_told(worlds: Worlds) -> None:
+    worlds(2).run(case_apart)
+
+
+def case_behind() -> None:
+    """A rank that was cut off takes the place that the others have, and says what is lost."""
+    mine = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    alone = Alone("q4", groups[mine // 2])
+    alone.step(0)
+    if mine != 2:
+        alone.step(1)
+        alone.diloco.rejoin()
+    else:
+        with pytest.warns(gradferry.GradferryWarning, match="1 outer steps behind"):
+            alone.diloco.rejoin()
+    assert alone.diloco.stats()["outer_steps"] == 2
+    alone.step(2)
+
+
+def test_a_rank_that_was_cut_off_catches_up(worlds: Worlds) -> None:
+    worlds(3).run(case_behind)
+
+
+def case_two_levels() -> list[int]:
+    """Ranks of a node withhold for each other: without one of them they begin anew."""
+    rank, left = dist.get_rank(), dist.new_group(LEFT)
+    alone = Alone("q4", None, nodes=2)
+    alone.step(0)
+    if rank in LOST:
+        return []
+    with pytest.warns(gradferry.GradferryWarning, match="has withheld is dropped"):
+        alone.diloco.rejoin(left)
+    slot = alone.diloco.state_dict()["reducer"][f"slot_{rank}"]
+    assert not slot["worker"].any()
+    assert not slot["owner"].any()
+    alone.step(1)
+    return alone.diloco._common.hashes()
+
+
+def test_what_a_node_has_withheld_is_dropped_with_a_warning(worlds: Worlds) -> None:
+    answers = worlds(4).run(case_two_levels)
+    assert answers[0] == answers[1] != []

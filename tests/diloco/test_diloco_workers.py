@@ -1,0 +1,99 @@
+"""`gradferry.DiLoCo` of workers that have several ranks: FSDP2 and DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gradferry
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import on_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from training_alone import Plain, are_equal, bits_of, by_its_mean, common, flat, movements, of_all
+
+RATE = 2.0**-3
+SYNC_EVERY = 2
+STEPS = 6
+
+
+class Chosen(Plain):
+    """Its loss is the sum of its parameters times targets, which are thus its gradients."""
+
+    def forward(self, targets: list[torch.Tensor]) -> torch.Tensor:
+        terms = [(p * t).sum() for p, t in zip(self.parameters(), targets, strict=True)]
+        return torch.stack(terms).sum()
+
+
+def sharded(mesh: DeviceMesh) -> tuple[Any, dict[str, Any]]:
+    """A model over the ranks of a worker, and the ranks that average."""
+    model = Chosen()
+    fully_shard(model, mesh=mesh["shard"])
+    return model, {"group": mesh.get_group("worker")}
+
+
+def replicated(mesh: DeviceMesh) -> tuple[Any, dict[str, Any]]:
+    model = DistributedDataParallel(Chosen(), process_group=mesh.get_group("shard"))
+    return model, {"nodes": 2}
+
+
+Workers = Callable[[DeviceMesh], tuple[Any, dict[str, Any]]]
+
+
+def train(workers: Workers, **options: Any) -> tuple[Any, gradferry.DiLoCo, DeviceMesh]:
+    """Two workers of two ranks each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("worker", "shard"))
+    model, averaging = workers(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    diloco = gradferry.DiLoCo(model, optimizer, SYNC_EVERY, **averaging, **options)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(movements(Chosen(), dist.get_rank(), step)).backward()
+        optimizer.step()
+    return model, diloco, mesh
+
+
+def parts_of(tensors: list[torch.Tensor], workers: Workers) -> list[torch.Tensor]:
+    """This rank's."""
+    if workers is replicated:
+        return tensors
+    return [each.chunk(2)[dist.get_rank() % 2] for each in tensors]
+
+
+# Gradients are whole numbers of 2^-8, at most 2^-2, and the rate and numbers of ranks are powers of
+# two: what is added up has the same bits in every order, and the tolerance is 0.
+@pytest.mark.parametrize("workers", [sharded, replicated])
+@on_ranks(4)
+def test_common_parameters_are_those_of_a_training_by_hand(workers: Workers) -> None:
+    model, diloco, mesh = train(workers, codec="exact", outer=by_its_mean)
+    expected = [torch.zeros_like(parameter) for parameter in Chosen().parameters()]
+    for step in range(STEPS):
+        for rank in range(4):  # two workers of two ranks, the means of which are averaged
+            for value, gradient in zip(expected, movements(Chosen(), rank, step), strict=True):
+                value -= RATE * gradient / 4
+    assert torch.equal(common(diloco), flat(parts_of(expected, workers)))
+    assert diloco.stats()["outer_steps"] == STEPS // SYNC_EVERY
+    assert_equal_where_they_must(workers, model, mesh)
+
+
+@pytest.mark.parametrize("workers", [sharded, replicated])
+@on_ranks(4)
+def test_compressed_outer_steps_keep_ranks_equal(workers: Workers) -> None:
+    model, diloco, mesh = train(workers, codec="q4", residual_decay=0.5)
+    assert diloco.stats()["outer_steps"] == STEPS // SYNC_EVERY
+    assert common(diloco).any()
+    assert torch.equal(common(diloco), flat(map(torch.Tensor, local_parts(model))))
+    assert_equal_where_they_must(workers, model, mesh)
+
+
+def local_parts(model: Any) -> list[torch.Tensor]:
+    return [p.to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
+
+
+def assert_equal_where_they_must(workers: Workers, model: Any, mesh: DeviceMesh) -> None:
+    """Under FSDP2 ranks with one shard, else all."""
+    group = mesh.get_group("worker") if workers is sharded else None
+    assert are_equal(of_all(bits_of(model), group))

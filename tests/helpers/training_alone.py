@@ -1,0 +1,101 @@
+"""Ranks that train alone under a DiLoCo, by movements that a test chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import gradferry
+import torch
+import torch.distributed as dist
+from gradferry.reduction.residual_tiles import Tile, spread
+from torch import nn
+
+UNIT = 2.0**-8  # of movements: sums of a few have the same bits in every order
+
+
+class Plain(nn.Module):
+    """A weight, which codecs compress, and a bias, which is sent as it is."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 256, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(48, dtype=dtype))
+
+
+def by_its_mean(common: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An outer optimizer that subtracts the averaged change as it is."""
+    return torch.optim.SGD(common, lr=1.0)
+
+
+def still(model: nn.Module) -> torch.optim.Optimizer:
+    """An inner optimizer whose steps count and move nothing: there are no gradients."""
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def make(model: nn.Module, codec: str = "q4", **changes: Any) -> tuple[Any, Any]:
+    """An optimizer that moves nothing, and a DiLoCo that steps at every step of it."""
+    optimizer = still(model)
+    options = {"sync_every": 1, "outer": by_its_mean, **changes}
+    return optimizer, gradferry.DiLoCo(model, optimizer, codec=codec, **options)
+
+
+def movements(model: nn.Module, *seed: int) -> list[torch.Tensor]:
+    """By parameter, whole numbers of `UNIT`."""
+    number = 0
+    for each in seed:
+        number = 1009 * number + each
+    numbers = torch.Generator().manual_seed(number)
+    return [
+        UNIT * torch.randint(-64, 65, p.shape, generator=numbers).float()
+        for p in model.parameters()
+    ]
+
+
+@torch.no_grad()
+def move(model: nn.Module, by: Iterable[torch.Tensor]) -> None:
+    """Training, of which the pseudo-gradient is `by`."""
+    for parameter, change in zip(model.parameters(), by, strict=True):
+        parameter.sub_(change)
+
+
+def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """In fp64, which sums below are exact in."""
+    return torch.cat([each.detach().flatten().double() for each in tensors])
+
+
+def common(diloco: gradferry.DiLoCo) -> torch.Tensor:
+    """The common parameters, one after the other."""
+    return flat(diloco.state_dict()["common"].values())
+
+
+def bits_of(model: nn.Module) -> list[bytes]:
+    """By parameter; of a sharded one this rank's part."""
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    return [each.detach().contiguous().view(torch.uint8).numpy().tobytes() for each in local]
+
+
+def of_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """This value of every rank. Collective."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def are_equal(values: Iterable[Any]) -> bool:
+    first, *others = values
+    return all(each == first for each in others)
+
+
+def residuals(state: dict[str, Any], tiles: list[Tile]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The worker and owner residual in a Reducer's state of one rank, of all tiles, in fp64."""
+    (slot,) = (value for key, value in state.items() if key.startswith("slot_"))
+    worker, owner = (spread(slot[kind], tiles, kind) for kind in ("worker", "owner"))
+    return worker.double().flatten(), owner.double().flatten()
+
+
+def summed(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The sum over ranks. Collective."""
+    total = value.clone()
+    dist.all_reduce(total, group=group)
+    return total
