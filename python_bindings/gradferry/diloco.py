@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypedDict
@@ -209,27 +210,28 @@ class DiLoCo:
             group = self._reducer._running.group
         except Exception:
             self._fail(StateError("the process group was destroyed"))
-        place = meeting_place(group, self._common.device)
         try:
             # An error of a rank is raised on all of them here, before anything was sent.
-            records = on_all_ranks(self._measure, group, place)
+            self._common.agree(self._measure, self._expect_equal, group)
         except (PeerError, ProtocolError) as error:
             self._fail(error)
-        raise_first_mismatch([{"outer_steps": r.get("outer_steps")} for r in records], group)
-        self._common.expect_equal([hashes_of(r) for r in records], group, self._outer_steps)
+        problem: GradferryError | None = None
         try:
             self._before = self._reducer.state_dict()
             if self._decay != 1.0:
                 self._decay_residual(self._before)
             self._reducer.all_reduce(self._common.changes)
             self._holds_average = True
+        except GradferryError as error:
+            problem = error
+        try:
             # Who hears from all others knows that each of them has the average, so that all can end
             # this step, whatever happens now; who does not asks them in rejoin().
-            gather_records({"outer_steps": self._outer_steps}, group, place)
+            self._common.agree(dict, lambda _: None, group, problem)
         except GradferryError as error:
             if self._holds_average:
                 self._after = self._withheld()
-            self._fail(error)
+            self._fail(problem or error)
         self._before = None
         self._end_outer_step()
         end = time.monotonic()
@@ -238,7 +240,13 @@ class DiLoCo:
 
     def _measure(self) -> Record:
         self._common.measure()
-        return self._position()
+        return {"call": "an outer step", **self._position()}
+
+    def _expect_equal(self, records: list[Record]) -> None:
+        group = self._reducer._running.group
+        agreed = [{key: r.get(key) for key in ("call", "outer_steps")} for r in records]
+        raise_first_mismatch(agreed, group)
+        self._common.expect_equal([hashes_of(r) for r in records], group, self._outer_steps)
 
     def _position(self) -> Record:
         return {"outer_steps": self._outer_steps, "common": self._common.hashes()}
@@ -289,10 +297,17 @@ class DiLoCo:
 
         Raises:
             DivergedError: ranks that have taken the same outer steps have other parameters.
-            ConfigError, RankMismatchError, PeerError, StateError: as `DiLoCo`. Then call it again.
+            ConfigError, RankMismatchError, PeerError, StateError: as `DiLoCo`; or it is the process
+                group in which an outer step has failed. Then call it again, with another group.
         """
+        members = usable_group(group)
+        if self._failed is not None and members is self._members():
+            raise StateError(
+                "a collective of the failed outer step may still be under way in this process "
+                "group; make another one of the ranks that are left"
+            )
         self._is_new = False
-        self._join(usable_group(group), None)
+        self._join(members, None)
 
     def _join(self, members: dist.ProcessGroup, problem: Exception | None) -> None:
         def mine() -> Record:
@@ -319,6 +334,7 @@ class DiLoCo:
         if self._before is None and not self._is_new:
             self._before = self._withheld()
         self._reducer = self._new_reducer(members)
+        self._members = weakref.ref(members)  # a gloo group must not outlive its destruction
         is_due = self._catch_up(members, place)
         if self._outer_steps:  # messages have the number of their outer step
             withheld = {**(self._before or self._reducer.state_dict()), "steps": self._outer_steps}
@@ -391,7 +407,18 @@ class DiLoCo:
         """
         if self._failed is not None:
             self._raise_failed(PeerError)
-        if self._since:
+        group, left = self._reducer._running.group, False
+
+        def position() -> Record:
+            return {"call": "finish()", "outer_steps": self._outer_steps, "since": self._since}
+
+        def look(records: list[Record]) -> None:
+            nonlocal left
+            raise_first_mismatch([{**record, "since": 0} for record in records], group)
+            left = any(record.get("since") for record in records)
+
+        self._common.agree(position, look, group)
+        if left:
             self._outer_step()
         for handle in self._handles:
             handle.remove()

@@ -221,6 +221,30 @@ def test_finish_after_a_whole_period_does_nothing() -> None:
     assert diloco.stats()["outer_steps"] == 1
 
 
+@on_ranks(2)
+def test_finish_averages_what_some_ranks_have_learnt() -> None:
+    """A rank whose data ended at a whole period takes part without a change."""
+    model = Plain()
+    optimizer, diloco = make(model, "exact", sync_every=2)
+    if dist.get_rank() == 1:
+        move(model, movements(model, 1))
+        optimizer.step()
+    diloco.finish()
+    expected = [each / 2 for each in movements(model, 1)]
+    assert torch.equal(common(diloco), -torch.cat([each.flatten() for each in expected]))
+
+
+@on_ranks(2)
+def test_finish_of_one_rank_is_named_where_another_takes_an_outer_step() -> None:
+    model = Plain()
+    optimizer, diloco = make(model)
+    before = common(diloco)
+    outcome = attempt(diloco.finish if dist.get_rank() == 0 else optimizer.step)
+    assert outcome.error == "RankMismatchError"
+    assert "differs from rank 0 in call: 'an outer step' instead of 'finish()'" in outcome.text
+    assert torch.equal(common(diloco), before)
+
+
 # --- outer steps that cannot be -------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from outcomes import attempt
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -87,6 +89,24 @@ def test_compressed_outer_steps_keep_ranks_equal(workers: Workers) -> None:
     assert common(diloco).any()
     assert torch.equal(common(diloco), flat(map(torch.Tensor, local_parts(model))))
     assert_equal_where_they_must(workers, model, mesh)
+
+
+@pytest.mark.parametrize("workers", [sharded, replicated])
+@on_ranks(4)
+def test_what_one_shard_has_come_to_keeps_all_shards_where_they_are(workers: Workers) -> None:
+    model, diloco, _ = train(workers, codec="q4")
+    before = common(diloco)
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            local_parts(model)[0][0] = math.nan
+    optimizer = diloco._optimizers[0]
+    optimizer.zero_grad()
+    optimizer.step()
+    outcome = attempt(optimizer.step)
+    assert outcome.error == "StateError"
+    assert "rank 3: 'weight' has come to NaN or infinity" in outcome.text.replace("module.", "")
+    assert diloco.stats()["outer_steps"] == STEPS // SYNC_EVERY
+    assert torch.equal(common(diloco), before)
 
 
 def local_parts(model: Any) -> list[torch.Tensor]:

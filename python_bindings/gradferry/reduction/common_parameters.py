@@ -12,10 +12,17 @@ import torch.distributed as dist
 from torch import nn
 
 from gradferry import _native
-from gradferry.core.agreement import Record
+from gradferry.core.agreement import (
+    Record,
+    error_record,
+    gather_records,
+    meeting_place,
+    on_all_ranks,
+    raise_first_error,
+)
 from gradferry.core.device import CPU
-from gradferry.core.meeting import world_ranks
-from gradferry.errors import ConfigError, DivergedError, StateError
+from gradferry.core.meeting import say_failed, world_ranks
+from gradferry.errors import ConfigError, DivergedError, GradferryError, StateError
 from gradferry.reduction.newcomers import outline
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -73,6 +80,49 @@ class CommonParameters:
     def parameters(self) -> list[nn.Parameter]:
         """Those of the model."""
         return list(self._parameters.values())
+
+    def agree(
+        self,
+        act: Callable[[], Record],
+        check: Callable[[list[Record]], None],
+        group: dist.ProcessGroup,
+        problem: GradferryError | None = None,
+    ) -> None:
+        """Has `check` look at what `act` returned on every rank of the group. Collective.
+
+        Under FSDP2 each shard has such a group: ranks of one model tell each other what was raised
+        there, so that none of them goes on with its shard.
+
+        Args:
+            act, check: what they raise is raised on all ranks.
+            group: of the ranks that average.
+            problem: what this rank is to raise; the others need not wait for it.
+        """
+        try:
+            if problem is not None:
+                say_failed(group)  # else who has no problem would wait for this rank
+            else:
+                check(on_all_ranks(act, group, meeting_place(group, self.device)))
+        except GradferryError as error:
+            problem = error
+        for beside, device in self._shard_groups():
+            try:
+                record = {} if problem is None else error_record(problem)
+                records = gather_records(record, beside, meeting_place(beside, device))
+                raise_first_error(records, beside)
+            except GradferryError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+
+    def _shard_groups(self) -> list[tuple[dist.ProcessGroup, torch.device]]:
+        """The groups over which FSDP2 spreads the model, and the device of what this rank has."""
+        found: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
+        for parameter, local in zip(self.parameters, self._local(), strict=True):
+            mesh = getattr(parameter, "device_mesh", None)
+            for group in [] if mesh is None else mesh.get_all_groups():
+                found[group.group_name] = group, local.device
+        return [found[name] for name in sorted(found)]
 
     def record(self) -> Record:
         """What must be equal on all ranks beside names and shapes."""
