@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -16,17 +15,12 @@ from typing_extensions import Unpack
 
 from gradferry.core.agreement import (
     Record,
-    gather_records,
-    meeting_place,
-    on_all_ranks,
     raise_first_mismatch,
 )
-from gradferry.core.device import CPU
-from gradferry.core.meeting import meet, patience
 from gradferry.core.options import Options, complete, takes_options
-from gradferry.core.warn import warn
-from gradferry.errors import GradferryError, PeerError, ProtocolError, StateError
-from gradferry.reducer import BUCKET_CAP_MB, Reducer
+from gradferry.errors import ConfigError, PeerError, StateError
+from gradferry.outer_steps import OuterSteps
+from gradferry.reducer import BUCKET_CAP_MB
 from gradferry.reduction.common_parameters import (
     CommonParameters,
     checked_optimizers,
@@ -34,12 +28,12 @@ from gradferry.reduction.common_parameters import (
     nesterov,
     refuse_others,
 )
-from gradferry.reduction.newcomers import count_of, hand_on, hashes_of, outline
 from gradferry.reduction.start import usable_group
 from gradferry.reduction.step_numbers import Stats, call_after_steps
 
 __all__ = ["DiLoCo"]
 
+_counted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have a DiLoCo
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _FORMAT = 1
 # What makes no sense of changes that are averaged now and then: the outer optimizer has the
@@ -73,12 +67,8 @@ class DiLoCoStats(TypedDict):
     reducer: Stats
 
 
-class _OuterReducer(Reducer):
-    _RECOVERY_HINT = "DiLoCo goes on with other connections."
-
-
 @takes_options(without=_REFUSED)
-class DiLoCo:
+class DiLoCo(OuterSteps):
     """Ranks train alone; every `sync_every` steps they average how far they have come, and apply
     that as one gradient of an outer optimizer (arXiv 2311.08105). Collective.
 
@@ -149,18 +139,9 @@ class DiLoCo:
         **options: Unpack[Options],
     ) -> None:
         members = usable_group(group)
-        self._steps = self._outer_steps = self._since = 0
+        super().__init__()
         self._stepped: set[int] = set()  # optimizers, in this inner step
-        # What the Reducer has withheld before an outer step that is not over, and, of a step whose
-        # average is here, after it.
-        self._before: dict[str, Any] | None = None
-        self._after: dict[str, Any] | None = None
-        self._holds_average = False
-        self._failed: str | None = None  # why an outer step is not over
         self._is_shown = False  # the model has the common parameters: common_parameters()
-        self._is_new = True
-        self._outer_ms = self._period_ms = 0.0
-        self._last_end = time.monotonic()
         problem: Exception | None = None
         try:  # what is wrong here must be said on all ranks
             self._codec, self._bucket_cap_mb = codec, bucket_cap_mb
@@ -169,10 +150,16 @@ class DiLoCo:
             if self._options["error_feedback"] == "auto":
                 self._options["error_feedback"] = "both"
             self._optimizers = checked_optimizers(optimizer)
+            if any(each in _counted for each in self._optimizers):
+                raise ConfigError(
+                    "the optimizer has a DiLoCo already, which would count its steps, too; call "
+                    "close() or finish() of that first"
+                )
             self._common = CommonParameters(model, self._optimizers, device, outer or nesterov)
         except Exception as error:
             problem = error
         self._join(members, problem)
+        _counted.update(self._optimizers)
         self._handles = [o.register_step_post_hook(self._after_step) for o in self._optimizers]
         index = WeakIdKeyDictionary(dict.fromkeys(self._common.parameters))
         refuse = refuse_others(self._optimizers)
@@ -183,8 +170,8 @@ class DiLoCo:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._is_shown:
             raise StateError(
-                "an optimizer has stepped within common_parameters(), whose end takes that back; "
-                "train outside of it"
+                "an optimizer has stepped within common_parameters(), whose end takes back the "
+                "parameters, but not the optimizer's state; load a checkpoint, and train outside"
             )
         self._stepped.add(id(optimizer))
         if len(self._stepped) < len(self._optimizers):
@@ -202,85 +189,7 @@ class DiLoCo:
         """The outer optimizer, for example for a schedule of its rate."""
         return self._common.outer
 
-    # --- an outer step ---
-
-    def _outer_step(self) -> None:
-        begin = time.monotonic()
-        try:
-            group = self._reducer._running.group
-        except Exception:
-            self._fail(StateError("the process group was destroyed"))
-        try:
-            # An error of a rank is raised on all of them here, before anything was sent.
-            self._common.agree(self._measure, self._expect_equal, group)
-        except (PeerError, ProtocolError) as error:
-            self._fail(error)
-        problem: GradferryError | None = None
-        try:
-            self._before = self._reducer.state_dict()
-            if self._decay != 1.0:
-                self._decay_residual(self._before)
-            self._reducer.all_reduce(self._common.changes)
-            self._holds_average = True
-        except GradferryError as error:
-            problem = error
-        try:
-            # Who hears from all others knows that each of them has the average, so that all can end
-            # this step, whatever happens now; who does not asks them in rejoin().
-            self._common.agree(dict, lambda _: None, group, problem)
-        except GradferryError as error:
-            if self._holds_average:
-                self._after = self._withheld()
-            self._fail(problem or error)
-        self._before = None
-        self._end_outer_step()
-        end = time.monotonic()
-        self._outer_ms, self._period_ms = 1e3 * (end - begin), 1e3 * (begin - self._last_end)
-        self._last_end = end
-
-    def _measure(self) -> Record:
-        self._common.measure()
-        return {"call": "an outer step", **self._position()}
-
-    def _expect_equal(self, records: list[Record]) -> None:
-        group = self._reducer._running.group
-        agreed = [{key: r.get(key) for key in ("call", "outer_steps")} for r in records]
-        raise_first_mismatch(agreed, group)
-        self._common.expect_equal([hashes_of(r) for r in records], group, self._outer_steps)
-
-    def _position(self) -> Record:
-        return {"outer_steps": self._outer_steps, "common": self._common.hashes()}
-
-    def _decay_residual(self, state: dict[str, Any]) -> None:
-        slot = f"slot_{self._reducer.rank}"
-        worker = state[slot]["worker"] * self._decay
-        self._reducer.load_state_dict({**state, slot: {**state[slot], "worker": worker}})
-
-    def _withheld(self) -> dict[str, Any] | None:
-        try:
-            return self._reducer.state_dict()
-        except GradferryError as error:
-            warn(f"what this rank has withheld is lost: {error}")
-            return None
-
-    def _end_outer_step(self) -> None:
-        self._common.apply()
-        self._outer_steps += 1
-        self._since = 0
-        self._holds_average = False
-
-    def _fail(self, error: GradferryError) -> NoReturn:
-        self._failed = str(error)
-        self._raise_failed(type(error), error)
-
-    def _raise_failed(self, kind: type[GradferryError], cause: Exception | None = None) -> NoReturn:
-        raise kind(
-            f"outer step {self._outer_steps} is not over, and has changed nothing on this rank: "
-            f"{self._failed}; make a process group of the ranks that are left, and call "
-            "diloco.rejoin(group) on each, or start all from a checkpoint"
-        ) from cause
-
-    # --- members that come and go ---
+    # --- between steps ---
 
     def rejoin(self, group: dist.ProcessGroup | None = None) -> None:
         """Goes on in another process group, after ranks were lost, or where others come. Collective
@@ -296,106 +205,21 @@ class DiLoCo:
             group: of the ranks that are left, and of those that come; the default group if None.
 
         Raises:
-            DivergedError: ranks that have taken the same outer steps have other parameters.
+            DivergedError: ranks that have taken the same outer steps have other parameters. Where
+                they have taken others, most of them stay, and the rest is warned.
             ConfigError, RankMismatchError, PeerError, StateError: as `DiLoCo`; or it is the process
                 group in which an outer step has failed. Then call it again, with another group.
         """
+        self._expect_local("rejoin others")
         members = usable_group(group)
         if self._failed is not None and members is self._members():
             raise StateError(
                 "a collective of the failed outer step may still be under way in this process "
                 "group; make another one of the ranks that are left"
             )
+        self._failed = self._failed or "rejoin() has failed"
         self._is_new = False
         self._join(members, None)
-
-    def _join(self, members: dist.ProcessGroup, problem: Exception | None) -> None:
-        def mine() -> Record:
-            if problem is not None:
-                raise problem
-            return {
-                "way in": "DiLoCo",
-                "sync_every": self._sync_every,
-                "residual_decay": self._decay,
-                **self._common.record(),
-                "outer_steps": self._outer_steps,
-            }
-
-        place = meeting_place(members, CPU if problem is not None else self._common.device)
-        meet(members, patience(members, place), "come to make a DiLoCo or to rejoin")
-        records = on_all_ranks(mine, members, place)
-        most = max(count_of(record, "outer_steps") for record in records)
-        raise_first_mismatch([{**record, "outer_steps": most} for record in records], members)
-        if self._holds_average:
-            if most > self._outer_steps:  # on a rank that has heard from all others
-                self._end_outer_step()
-                self._failed, self._before = None, self._after
-            self._holds_average, self._after = False, None
-        if self._before is None and not self._is_new:
-            self._before = self._withheld()
-        self._reducer = self._new_reducer(members)
-        self._members = weakref.ref(members)  # a gloo group must not outlive its destruction
-        is_due = self._catch_up(members, place)
-        if self._outer_steps:  # messages have the number of their outer step
-            withheld = {**(self._before or self._reducer.state_dict()), "steps": self._outer_steps}
-            try:
-                self._reducer.load_state_dict(withheld, on_resize="fold")
-            except StateError as error:
-                warn(f"what this rank has withheld is dropped: {error}")
-                self._reducer.load_state_dict(withheld, on_resize="drop")
-        self._before, self._failed, self._is_new = None, None, False
-        if is_due:
-            self._outer_step()
-
-    def _new_reducer(self, members: dist.ProcessGroup) -> Reducer:
-        named = list(zip(self._common.names, self._common.tensors, strict=True))
-        return _OuterReducer(
-            named, self._codec, members, bucket_cap_mb=self._bucket_cap_mb, **self._options
-        )
-
-    def _catch_up(self, members: dist.ProcessGroup, place: torch.device) -> bool:
-        """Newcomers get what the others have in common. Whether an outer step has failed before."""
-        mine = {
-            **self._position(),
-            "inner_steps": self._steps,
-            "since": self._since,
-            "is_new": self._is_new,
-            "failed": self._failed is not None,
-            "outer": outline(self.outer),
-        }
-        records = gather_records(mine, members, place)
-        places = [(count_of(record, "outer_steps"), hashes_of(record)) for record in records]
-        is_new = [bool(record.get("is_new")) for record in records]
-        most = max(steps for steps, _ in places)
-        # The first that has been at it for longest.
-        source = min(range(len(records)), key=lambda r: (places[r][0] != most, is_new[r]))
-        theirs, common_place = records[source], places[source]
-        hashes = [
-            own if steps == most and not new else common_place[1]
-            for (steps, own), new in zip(places, is_new, strict=True)
-        ]
-        self._common.expect_equal(hashes, members, most)
-        if any(each != common_place for each in places):
-            takes = places[dist.get_rank(members)] != common_place
-            tensors, outlined = self._common.tensors, theirs.get("outer")
-            hand_on(tensors, self.outer, outlined, source, members, place, takes=takes)
-            if takes:
-                self._take_place(theirs)
-        return any(bool(record.get("failed")) for record in records)
-
-    def _take_place(self, theirs: Record) -> None:
-        outer_steps = count_of(theirs, "outer_steps")
-        if not self._is_new:
-            warn(
-                f"this rank was {outer_steps - self._outer_steps} outer steps behind: what it has "
-                "learnt alone since then is dropped"
-            )
-        self._steps, self._since = count_of(theirs, "inner_steps"), count_of(theirs, "since")
-        self._outer_steps = outer_steps
-        self._before = None
-        self._common.show()
-
-    # --- between steps ---
 
     def finish(self) -> None:
         """Ends: an outer step with the inner steps since the last one, if there were any, after
@@ -405,6 +229,7 @@ class DiLoCo:
         Raises:
             PeerError, StateError: as an outer step does.
         """
+        self._expect_local("finish")
         if self._failed is not None:
             self._raise_failed(PeerError)
         group, left = self._reducer._running.group, False
@@ -420,8 +245,20 @@ class DiLoCo:
         self._common.agree(position, look, group)
         if left:
             self._outer_step()
+        self.close()
+
+    def close(self) -> None:
+        """Ends without an outer step: steps of the optimizer are no longer counted, and it may get
+        another DiLoCo. Not collective.
+        """
         for handle in self._handles:
             handle.remove()
+        for optimizer in self._optimizers:
+            _counted.discard(optimizer)
+
+    def _expect_local(self, what: str) -> None:
+        if self._is_shown:
+            raise StateError(f"cannot {what} within common_parameters(); leave it first")
 
     @contextmanager
     def common_parameters(self) -> Iterator[None]:
@@ -468,6 +305,7 @@ class DiLoCo:
             StateError: it is of another model, codec or number of ranks, or damaged. Nothing was
                 changed.
         """
+        self._expect_local("load a state")
         if self._failed is not None:
             self._raise_failed(StateError)
         if not isinstance(state_dict, Mapping) or state_dict.get("format") != _FORMAT:
@@ -485,6 +323,8 @@ class DiLoCo:
         self._common.load(state_dict, load_residuals)
         for key, field in _COUNTS.items():
             setattr(self, field, counts[key])
+        self._last = ""  # ranks that load a checkpoint are one
+        self._stepped.clear()
 
     def stats(self) -> DiLoCoStats:
         """Counts of steps, and times of the last outer step. See `DiLoCoStats`."""

@@ -239,7 +239,7 @@ def test_nobody_waits_for_a_rank_that_an_average_did_not_reach(worlds: Worlds) -
 
 
 def case_come() -> tuple[list[int], int]:
-    """Rank 2 comes after two outer steps of the others, one of which has failed before."""
+    """Rank 2 comes after two outer steps of the others."""
     rank, group = dist.get_rank(), dist.new_group(LEFT)
     everybody = dist.new_group([0, 1, 2])
     if rank == 2:
@@ -293,18 +293,39 @@ def test_outer_momentum_reaches_a_newcomer(worlds: Worlds) -> None:
 
 
 def case_apart() -> None:
-    """Ranks that were in different worlds do not go on as one without a word."""
+    """Ranks took one outer step each, without each other: the first of them stays."""
     mine = dist.get_rank()
     groups = [dist.new_group([rank]) for rank in range(2)]
-    alone = Alone("q4", groups[mine], start=float(mine))
+    alone = Alone("q4", groups[mine])
     alone.step(0)
-    outcome = attempt(alone.diloco.rejoin)
+    first = alone.applied()
+    if mine == 0:
+        alone.diloco.rejoin()
+        assert torch.equal(alone.model.weight, -first.float())
+    else:
+        with pytest.warns(gradferry.GradferryWarning, match="taken 1 outer steps, and others 1"):
+            alone.diloco.rejoin()
+        assert not torch.equal(alone.model.weight, -first.float())
+    alone.step(1)
+
+
+def test_ranks_with_different_pasts_go_on_with_one(worlds: Worlds) -> None:
+    worlds(2).run(case_apart)
+
+
+def case_diverged() -> None:
+    alone, again = Alone("q4", None), dist.new_group()
+    alone.step(0)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            alone.diloco._common.tensors[0][3, 4] += 1
+    outcome = attempt(lambda: alone.diloco.rejoin(again))
     assert outcome.error == "DivergedError"
     assert "the common value of 'weight' of rank 1 differs from that of rank 0" in outcome.text
 
 
-def test_ranks_with_different_pasts_are_told(worlds: Worlds) -> None:
-    worlds(2).run(case_apart)
+def test_ranks_that_differ_after_one_outer_step_are_named(worlds: Worlds) -> None:
+    worlds(2).run(case_diverged)
 
 
 def case_behind() -> None:
@@ -317,7 +338,9 @@ def case_behind() -> None:
         alone.step(1)
         alone.diloco.rejoin()
     else:
-        with pytest.warns(gradferry.GradferryWarning, match="1 outer steps behind"):
+        with pytest.warns(
+            gradferry.GradferryWarning, match="taken 1 outer steps, and others 2 without"
+        ):
             alone.diloco.rejoin()
     assert alone.diloco.stats()["outer_steps"] == 2
     alone.step(2)
@@ -346,3 +369,22 @@ def case_two_levels() -> list[int]:
 def test_what_a_node_has_withheld_is_dropped_with_a_warning(worlds: Worlds) -> None:
     answers = worlds(4).run(case_two_levels)
     assert answers[0] == answers[1] != []
+
+
+def case_schedule() -> list[float]:
+    """A schedule of the outer rate does not keep a newcomer out, who follows it from there."""
+    group = dist.new_group([0])
+    alone = Alone("q4", group) if dist.get_rank() == 0 else None
+    if alone is not None:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(alone.diloco.outer, 0.5)
+        alone.step(0)
+        schedule.step()
+        alone.diloco.rejoin()
+    else:
+        alone = Alone("q4", None)
+    alone.step(1)
+    return [group["lr"] for group in alone.diloco.outer.param_groups]
+
+
+def test_a_newcomer_has_the_outer_rate_of_the_others(worlds: Worlds) -> None:
+    assert worlds(2).run(case_schedule) == [[0.5], [0.5]]

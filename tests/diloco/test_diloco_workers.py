@@ -109,6 +109,30 @@ def test_what_one_shard_has_come_to_keeps_all_shards_where_they_are(workers: Wor
     assert torch.equal(common(diloco), before)
 
 
+@on_ranks(4)
+def test_shards_of_a_worker_are_not_averaged_with_each_other() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("worker", "shard"))
+    model, _ = sharded(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    outcome = attempt(lambda: gradferry.DiLoCo(model, optimizer))
+    assert outcome.error == "RankMismatchError"
+    assert "group= is of ranks with the same" in outcome.text
+
+
+@on_ranks(4)
+def test_evaluation_with_the_common_parameters_leaves_no_trace() -> None:
+    model, diloco, _ = train(sharded, codec="exact")
+    targets = movements(Chosen(), dist.get_rank(), STEPS)
+    model(targets).backward()
+    diloco._optimizers[0].step()  # away from the common parameters
+    losses = [model(targets).detach()]
+    with diloco.common_parameters():
+        within = model(targets).detach()  # FSDP2 leaves the outermost module whole after it
+    losses.append(model(targets).detach())
+    assert torch.equal(*losses)
+    assert not torch.equal(within, losses[0])
+
+
 def local_parts(model: Any) -> list[torch.Tensor]:
     return [p.to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
 

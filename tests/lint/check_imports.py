@@ -44,6 +44,7 @@ MODULES = {
     "diloco": "public",
     "kept_reducers": "public",
     "optim": "public",
+    "outer_steps": "public",
     "reducer": "public",
     "tensor": "public",
     "errors": "ground",

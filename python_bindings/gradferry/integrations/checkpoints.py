@@ -137,6 +137,9 @@ def _read(folder: Path, state: HookState, on_resize: str) -> dict[str, Any]:
         saved = _of_hook(checkpoint.load(folder, 0))
         if saved.get("world_size", 0) > state.rank:
             raise
+        if on_resize == "fold" and isinstance(slot := saved.get("slot_0"), dict):
+            # What rank 0 has withheld is its own.
+            saved = {**saved, "slot_0": {name: value[:0] for name, value in slot.items()}}
     if on_resize == "mean" and _ranks_of(saved) != (state.world_size, _nodes(state)):
         saved = checkpoint.merge(map(_of_hook, checkpoint.load_all(folder)))
     return saved

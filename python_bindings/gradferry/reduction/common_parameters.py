@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from gradferry import _native
 from gradferry.core.agreement import (
@@ -75,6 +77,7 @@ class CommonParameters:
         ]
         self.changes = [torch.zeros_like(each) for each in self.tensors]
         self.outer = _outer_optimizer(make_outer, self.tensors)
+        self._made = {"type": type(self.outer).__name__, "groups": outline(self.outer)["groups"]}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -126,12 +129,25 @@ class CommonParameters:
 
     def record(self) -> Record:
         """What must be equal on all ranks beside names and shapes."""
-        outer = {"type": type(self.outer).__name__, "groups": outline(self.outer)["groups"]}
         dtypes = sorted({dtype for _, dtype in self._layout})
-        return {"outer optimizer": outer, "dtypes": ", ".join(dtypes)}
+        places = {
+            str((p.placements, p.device_mesh.shape, p.device_mesh.get_coordinate()))
+            for p in self.parameters
+            if isinstance(p, DTensor)
+        }
+        return {
+            "outer optimizer as it was made": self._made,
+            "dtypes": ", ".join(dtypes),
+            "shard (group= is of ranks with the same one)": ", ".join(sorted(places)),
+        }
 
     def _local(self) -> list[torch.Tensor]:
-        """What this rank has of the model's parameters, which FSDP2 spreads over ranks."""
+        """What this rank has of the model's parameters, which FSDP2 spreads over ranks. It would go
+        on with what it has gathered of a module that a forward pass has left whole.
+        """
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return [
             p.to_local() if hasattr(p, "to_local") else p.detach()
             for p in self._parameters.values()
@@ -267,7 +283,7 @@ class CommonParameters:
                             value.shape in (tensor.shape, ()) and value.isfinite().all()
                         ):
                             raise ValueError(f"its {key} is not finite, or of another shape")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
                 raise StateError(
                     f"the saved outer optimizer is another one than this: {error}; give outer= as "
                     "it was"
@@ -378,7 +394,10 @@ def _outer_optimizer(make: MakeOptimizer, common: list[nn.Parameter]) -> torch.o
             f"outer={make!r} must be a function of parameters that returns an optimizer, such as "
             "lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)"
         )
-    made = make(common)
+    try:
+        made = make(common)
+    except Exception as error:
+        raise ConfigError(f"outer= raised {type(error).__name__}: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
             f"outer returned {type(made).__name__}, which is no torch.optim.Optimizer"

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from gradferry.core.agreement import Record
-from gradferry.core.meeting import wait_or_hear
+from gradferry.core.meeting import say_failed, wait_or_hear
 from gradferry.errors import PeerError, ProtocolError
 
 # What an optimizer may keep of a parameter.
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
+_MOST_ENTRIES = 8  # of a parameter
 _State = dict[int, dict[str, Any]]
 
 
@@ -84,27 +85,32 @@ def hand_on(
         try:
             wait_or_hear(work, group)
         except RuntimeError as error:
+            say_failed(group)  # to ranks that are not connected with the one that was lost
             raise PeerError(
                 f"a rank was lost while newcomers got what the others have: {error}"
             ) from error
         return message
 
+    received: list[torch.Tensor] = []
+    state: _State = {}
     with torch.no_grad():
-        received = [travel(t.shape, t.dtype, t if gives else None) for t in tensors]
-        state: _State = {}
+        for tensor in tensors:
+            message = travel(tensor.shape, tensor.dtype, tensor if gives else None)
+            if takes:
+                received.append(message)
         for index, key, dtype, content in entries:
             if dtype is not None:
                 value = mine["state"][index][key] if gives else None
                 content = travel(content, _DTYPES[dtype], value)
-            state.setdefault(index, {})[key] = content
-        if not takes:
-            return
-        for tensor, content in zip(tensors, received, strict=True):
-            tensor.copy_(content)
-    pairs = zip(mine["param_groups"], groups, strict=True)
-    optimizer.load_state_dict(
-        {"state": state, "param_groups": [{**own, **given} for own, given in pairs]}
-    )
+            if takes:
+                state.setdefault(index, {})[key] = content
+        for tensor, message in zip(tensors, received, strict=takes):
+            tensor.copy_(message)
+    if takes:
+        pairs = zip(mine["param_groups"], groups, strict=True)
+        optimizer.load_state_dict(
+            {"state": state, "param_groups": [{**own, **given} for own, given in pairs]}
+        )
 
 
 def _checked(
@@ -112,20 +118,23 @@ def _checked(
 ) -> tuple[list[Any], list[Mapping[str, Any]]]:
     """The entries and groups of an outline from another rank. Raises ProtocolError."""
     own = optimizer.param_groups
-    entries: list[Any] = []
-    groups: list[Mapping[str, Any]] = []
+    places = [parameter for group in own for parameter in group["params"]]  # as state_dict() counts
+    given = outlined if isinstance(outlined, dict) else {}
+    entries, groups = given.get("entries"), given.get("groups")
+    if not isinstance(entries, list) or not isinstance(groups, list):
+        entries, groups = [], []  # which no optimizer has
+    good = len(groups) == len(own) and all(type(group) is dict for group in groups)
+    good = good and len(entries) <= _MOST_ENTRIES * len(places)
     try:
-        assert isinstance(outlined, dict)
-        entries, groups = outlined["entries"], outlined["groups"]
-        good = len(groups) == len(own)
-        good = good and all(set(g) <= set(o) - {"params"} for g, o in zip(groups, own, strict=True))
-        for index, key, dtype, content in entries:
-            good = good and type(index) is int and 0 <= index < len(tensors) and type(key) is str
+        for index, key, dtype, content in entries if good else ():
+            good = good and type(index) is int and 0 <= index < len(places) and type(key) is str
             if dtype is not None:
-                shape = list(tensors[index].shape)
+                shape = list(places[index].shape)
                 good = good and dtype in _DTYPES and (content == shape or content == [])
+            else:
+                good = good and isinstance(content, int | float)
         good = good and len({(e[0], e[1]) for e in entries}) == len(entries)
-    except (AssertionError, KeyError, TypeError, ValueError, IndexError, AttributeError):
+    except (TypeError, ValueError, IndexError):
         good = False
     if not good:
         raise ProtocolError(
@@ -139,7 +148,7 @@ def _checked(
 def count_of(record: Mapping[str, Any], key: str) -> int:
     """A count that another rank has sent. Raises ProtocolError."""
     value = record.get(key)
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < 2**63:
         raise ProtocolError(
             f"a rank says that it has {value!r} {key}; start every rank with one version"
         )

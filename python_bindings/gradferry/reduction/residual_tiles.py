@@ -148,19 +148,20 @@ def fold(
     """
     before, now = sizes
     places = _Places(tiles)
-    worker, owner = places.zeros(torch.float64), places.zeros(torch.float64)
+    whole = places.zeros(torch.float64)
     found = places.no_tiles()
-    places.add(worker, found, "worker", 0, slot)
+    places.add(whole, found, "worker", 0, slot)
     places.expect_all(found, "worker", held)
-    places.add(owner, places.no_tiles(), "owner", 0, slot)
-    whole = (worker * now / before + owner * now).float()
+    whole.mul_(now).div_(before)
+    scaled = {**slot, "owner": slot["owner"].double().mul_(now)}
+    places.add(whole, places.no_tiles(), "owner", 0, scaled)
     lost = places.blocks(ids(tile.id for tile in tiles if not tile.worker_residual))
     if whole[lost].any():
         raise StateError(
             "on_resize='fold' keeps everything in worker residuals, which are not kept here; use "
             "error_feedback='both', or the merged states of all ranks with on_resize='mean'"
         )
-    mine = collect(whole, tiles, "worker")
+    mine = collect(whole, tiles, "worker").float()
     return mine, zero_residual(len(places.blocks(held_tiles(tiles, "owner"))) * _BLOCK)
 
 

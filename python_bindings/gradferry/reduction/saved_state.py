@@ -221,6 +221,8 @@ def _folded(
             f"on_resize='fold' takes what this rank itself saved, and the state has "
             f"{_names(slots)}; load that, or the merged states of all ranks with on_resize='mean'"
         )
+    if saved["world_size"] >= 2**31:
+        raise StateError(f"the saved state has world_size {shown(saved['world_size'])}")
     slot = with_worker_tiles(list(slots.values()), tiles, held)[0]
     return fold(slot, (saved["world_size"], identity["world_size"]), tiles, held)
 
