@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict
@@ -19,7 +20,7 @@ from gradferry.core.agreement import (
 )
 from gradferry.core.options import Options, complete, takes_options
 from gradferry.errors import ConfigError, PeerError, StateError
-from gradferry.outer_steps import OuterSteps
+from gradferry.outer_steps import FINISH, OUTER_STEP, OuterSteps
 from gradferry.reducer import BUCKET_CAP_MB
 from gradferry.reduction.common_parameters import (
     CommonParameters,
@@ -36,6 +37,7 @@ __all__ = ["DiLoCo"]
 _counted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have a DiLoCo
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _FORMAT = 1
+_MOST_ALONE = 100  # steps of one of several optimizers, such as that of a critic
 # What makes no sense of changes that are averaged now and then: the outer optimizer has the
 # momentum, and a change is in no units of a loss scale.
 _REFUSED = (
@@ -83,7 +85,7 @@ class DiLoCo(OuterSteps):
     error feedback at both ends; then the outer optimizer steps on the common parameters, which are
     equal on all ranks to the bit, and the model begins the next period with them. Ranks that begin
     with other parameters than rank 0 get those of rank 0. Buffers, such as those of BatchNorm, stay
-    each rank's own.
+    each rank's own. The optimizer keeps a DiLoCo until `finish` or `close`.
 
     The common parameters and the outer momentum are in fp32 (fp64 for a model in fp64), also of a
     model in bf16, and with residuals and messages on `device`: on the host they take nothing from a
@@ -95,8 +97,8 @@ class DiLoCo(OuterSteps):
             each has stepped.
         sync_every: inner steps of a period, 1 or more.
         codec: as for `Reducer`; ``"off"`` averages in fp32 by the backend's own all-reduce.
-        outer: of the list of common parameters, an optimizer. None: SGD with rate 0.7 and Nesterov
-            momentum 0.9.
+        outer: of the list of common parameters, an optimizer whose state has tensors of their
+            shapes, as Adafactor's has not. None: SGD with rate 0.7 and Nesterov momentum 0.9.
         residual_decay: above 0, at most 1: by which this rank's worker residual is multiplied
             before an outer step. Below 1 what was withheld fades instead of waiting for its turn.
         device: of common parameters, residuals and messages: ``"cpu"``, or the model's. The group
@@ -140,7 +142,8 @@ class DiLoCo(OuterSteps):
     ) -> None:
         members = usable_group(group)
         super().__init__()
-        self._stepped: set[int] = set()  # optimizers, in this inner step
+        self._stepped: Counter[int] = Counter()  # steps of optimizers, in this inner step
+        self._is_closed = False
         self._is_shown = False  # the model has the common parameters: common_parameters()
         problem: Exception | None = None
         try:  # what is wrong here must be said on all ranks
@@ -173,8 +176,14 @@ class DiLoCo(OuterSteps):
                 "an optimizer has stepped within common_parameters(), whose end takes back the "
                 "parameters, but not the optimizer's state; load a checkpoint, and train outside"
             )
-        self._stepped.add(id(optimizer))
+        self._stepped[id(optimizer)] += 1
         if len(self._stepped) < len(self._optimizers):
+            if self._stepped[id(optimizer)] >= _MOST_ALONE:
+                raise StateError(
+                    f"{type(optimizer).__name__} has stepped {_MOST_ALONE} times, and another of "
+                    f"{len(self._optimizers)} optimizers never since the last inner step, which "
+                    "is over when each has stepped; give those that train the model"
+                )
             return
         self._stepped.clear()
         if self._failed is not None:
@@ -182,7 +191,8 @@ class DiLoCo(OuterSteps):
         self._steps += 1
         self._since += 1
         if self._since >= self._sync_every:
-            self._outer_step()
+            with torch.inference_mode(False):
+                self._outer_step()
 
     @property
     def outer(self) -> torch.optim.Optimizer:
@@ -222,9 +232,10 @@ class DiLoCo(OuterSteps):
         self._join(members, None)
 
     def finish(self) -> None:
-        """Ends: an outer step with the inner steps since the last one, if there were any, after
-        which the model has the common parameters. Steps of the optimizer are no longer counted.
-        Collective.
+        """Ends: an outer step with the inner steps since the last one, if any rank has taken some,
+        after which the model has the common parameters. A rank whose data ends early takes part in
+        the outer steps of the others until they finish, too. Steps of the optimizer are no longer
+        counted. Collective.
 
         Raises:
             PeerError, StateError: as an outer step does.
@@ -232,31 +243,40 @@ class DiLoCo(OuterSteps):
         self._expect_local("finish")
         if self._failed is not None:
             self._raise_failed(PeerError)
-        group, left = self._reducer._running.group, False
+        if self._stepped:  # some of the optimizers
+            self._stepped.clear()
+            self._steps, self._since = self._steps + 1, self._since + 1
+        left = True
 
         def position() -> Record:
-            return {"call": "finish()", "outer_steps": self._outer_steps, "since": self._since}
+            return {"call": FINISH, "outer_steps": self._outer_steps, "since": self._since}
 
         def look(records: list[Record]) -> None:
             nonlocal left
-            raise_first_mismatch([{**record, "since": 0} for record in records], group)
-            left = any(record.get("since") for record in records)
+            same = [{"outer_steps": record.get("outer_steps")} for record in records]
+            raise_first_mismatch(same, group)
+            left = any(r.get("since") or r.get("call") == OUTER_STEP for r in records)
 
-        self._common.agree(position, look, group)
-        if left:
-            self._outer_step()
+        while left:
+            group = self._group()
+            self._common.agree(position, look, group)
+            if left:
+                self._outer_step()
         self.close()
 
     def close(self) -> None:
         """Ends without an outer step: steps of the optimizer are no longer counted, and it may get
         another DiLoCo. Not collective.
         """
+        self._is_closed = True
         for handle in self._handles:
             handle.remove()
         for optimizer in self._optimizers:
             _counted.discard(optimizer)
 
     def _expect_local(self, what: str) -> None:
+        if self._is_closed:
+            raise StateError(f"cannot {what}: this DiLoCo has ended; make a new one on every rank")
         if self._is_shown:
             raise StateError(f"cannot {what} within common_parameters(); leave it first")
 

@@ -27,7 +27,9 @@ from gradferry.core.warn import warn_or_log
 from gradferry.errors import GradferryError, PeerError, ProtocolError, StateError
 from gradferry.reducer import Reducer
 from gradferry.reduction.common_parameters import CommonParameters
-from gradferry.reduction.newcomers import count_of, hand_on, hashes_of, outline
+from gradferry.reduction.newcomers import adopt_options, count_of, hand_on, hashes_of, outline
+
+OUTER_STEP, FINISH = "an outer step", "finish()"  # what a rank has called
 
 
 class _OuterReducer(Reducer):
@@ -73,14 +75,13 @@ class OuterSteps:
 
     def _outer_step(self) -> None:
         begin = time.monotonic()
-        try:
-            group = self._reducer._running.group
-        except Exception:
-            self._fail(StateError("the process group was destroyed"))
+        group = self._group()
         self._holds_average = False
         try:
             # An error of a rank is raised on all of them here, before anything was sent.
-            self._common.agree(self._measure, self._expect_equal, group)
+            self._must_repeat = True
+            while self._must_repeat:
+                self._common.agree(self._measure, self._expect_equal, group)
         except (PeerError, ProtocolError) as error:
             self._fail(error)
         problem: GradferryError | None = None
@@ -107,10 +108,16 @@ class OuterSteps:
         self._outer_ms, self._period_ms = 1e3 * (end - begin), 1e3 * (begin - self._last_end)
         self._last_end = end
 
+    def _group(self) -> dist.ProcessGroup:
+        try:
+            return self._reducer._running.group
+        except Exception:
+            self._fail(StateError("the process group was destroyed"))
+
     def _measure(self) -> Record:
         self._common.measure()
         return {
-            "call": "an outer step",
+            "call": OUTER_STEP,
             **self._position(),
             "outer optimizer": outline(self._common.outer)["groups"],
             "drawn": uuid.uuid4().hex,
@@ -118,6 +125,10 @@ class OuterSteps:
 
     def _expect_equal(self, records: list[Record]) -> None:
         group = self._reducer._running.group
+        # A rank whose data has ended comes to this outer step with its next record.
+        self._must_repeat = any(record.get("call") == FINISH for record in records)
+        if self._must_repeat:
+            return
         fields = ("call", "outer_steps", "outer optimizer")
         raise_first_mismatch([{key: r.get(key) for key in fields} for r in records], group)
         self._common.expect_equal([hashes_of(r) for r in records], group, self._outer_steps)
@@ -153,8 +164,16 @@ class OuterSteps:
             return None
 
     def _end_outer_step(self) -> None:
-        self._holds_average = False  # if this fails, the average is applied in part
-        self._common.apply()
+        self._holds_average = False
+        try:
+            self._common.apply()
+        except Exception as error:
+            self._failed, self._last = f"the outer optimizer failed: {error}", "applied in part"
+            raise StateError(
+                f"outer step {self._outer_steps} is applied in part on this rank, where "
+                f"{self._failed}; mend outer=, and call diloco.rejoin(group) on every rank, which "
+                "gives this one what the others have, or start all from a checkpoint"
+            ) from error
         self._outer_steps += 1
         self._last = self._running
         self._since = 0
@@ -260,6 +279,7 @@ class OuterSteps:
             (past, own) != (pasts[source], hashes[source])
             for past, own in zip(pasts, hashes, strict=True)
         ]
+        adopt_options(self._common.outer, theirs.get("outer"))
         me = dist.get_rank(members)
         inner_steps, since = count_of(theirs, "inner_steps"), count_of(theirs, "since")
         if any(takes):

@@ -231,18 +231,70 @@ def test_finish_averages_what_some_ranks_have_learnt() -> None:
         optimizer.step()
     diloco.finish()
     expected = [each / 2 for each in movements(model, 1)]
-    assert torch.equal(common(diloco), -torch.cat([each.flatten() for each in expected]))
+    assert torch.equal(common(diloco), -flat(expected))
+
+
+@pytest.mark.parametrize("steps", [(6, 6), (6, 5), (6, 1), (0, 7), (5, 4)])
+@on_ranks(2)
+def test_rank_whose_data_ends_takes_part_until_all_finish(steps: tuple[int, int]) -> None:
+    model = Plain()
+    optimizer, diloco = make(model, "exact", sync_every=2)
+    for number in range(steps[dist.get_rank()]):
+        move(model, movements(model, dist.get_rank(), number))
+        optimizer.step()
+    diloco.finish()
+    moved = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for rank in range(2):
+        for number in range(steps[rank]):
+            for whole, part in zip(moved, movements(model, rank, number), strict=True):
+                whole += part / 2
+    assert torch.equal(common(diloco), -flat(moved))
+    assert diloco.stats()["outer_steps"] == -(-max(steps) // 2)
 
 
 @on_ranks(2)
-def test_finish_of_one_rank_is_named_where_another_takes_an_outer_step() -> None:
+def test_what_has_ended_stays_so() -> None:
     model = Plain()
-    optimizer, diloco = make(model)
-    before = common(diloco)
-    outcome = attempt(diloco.finish if dist.get_rank() == 0 else optimizer.step)
-    assert outcome.error == "RankMismatchError"
-    assert "differs from rank 0 in call: 'an outer step' instead of 'finish()'" in outcome.text
-    assert torch.equal(common(diloco), before)
+    _, diloco = make(model)
+    diloco.finish()
+    for call in (diloco.finish, diloco.rejoin):
+        outcome = attempt(call)
+        assert outcome.error == "StateError"
+        assert "has ended" in outcome.text
+
+
+@on_ranks(2)
+def test_optimizer_that_never_steps_is_told() -> None:
+    model = Plain()
+    both = [torch.optim.SGD([parameter], lr=0.0) for parameter in model.parameters()]
+    diloco = gradferry.DiLoCo(model, both)
+    for _ in range(99):
+        both[0].step()
+    outcome = attempt(both[0].step)
+    assert outcome.error == "StateError"
+    assert "SGD has stepped 100 times" in outcome.text
+    assert diloco.stats()["inner_steps"] == 0
+
+
+@on_ranks(2)
+def test_outer_optimizer_that_fails_is_named_and_takes_what_others_have() -> None:
+    model = Plain()
+    group = dist.new_group()
+    optimizer, diloco = make(model, "exact")
+    if dist.get_rank() == 1:
+        handle = diloco.outer.register_step_pre_hook(lambda *_: 1 / 0)
+    move(model, movements(model, dist.get_rank()))
+    outcome = attempt(optimizer.step)
+    assert outcome.error == (None if dist.get_rank() == 0 else "StateError")
+    if dist.get_rank() == 1:
+        assert "the outer optimizer failed: division by zero" in outcome.text
+        handle.remove()
+        with pytest.warns(gradferry.GradferryWarning, match="is dropped"):
+            diloco.rejoin(group)
+    else:
+        diloco.rejoin(group)
+    assert are_equal(of_all(diloco._common.hashes()))
+    assert diloco.stats()["outer_steps"] == 1
 
 
 # --- outer steps that cannot be -------------------------------------------------------------------

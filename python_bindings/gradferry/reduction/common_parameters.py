@@ -313,6 +313,8 @@ def checked_optimizers(given: object) -> list[torch.optim.Optimizer]:
             )
     if not optimizers:
         raise ConfigError("optimizer=[] has no optimizer")
+    if len(set(map(id, optimizers))) != len(optimizers):
+        raise ConfigError("optimizer= has one optimizer twice")
     return optimizers
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,7 +71,7 @@ def hand_on(
         ProtocolError: the outline fits no optimizer of these tensors.
         PeerError: a rank was lost. Nothing was changed here.
     """
-    entries, groups = _checked(outlined, tensors, optimizer)
+    entries, groups = _checked(outlined, optimizer)
     mine = optimizer.state_dict()
     gives = dist.get_rank(group) == source
 
@@ -113,8 +112,19 @@ def hand_on(
         )
 
 
+def adopt_options(optimizer: torch.optim.Optimizer, outlined: object) -> None:
+    """Takes over rates and other options from what `outline` returned elsewhere.
+
+    Raises:
+        ProtocolError: as `hand_on`.
+    """
+    _, groups = _checked(outlined, optimizer)
+    for own, given in zip(optimizer.param_groups, groups, strict=True):
+        own.update(given)
+
+
 def _checked(
-    outlined: object, tensors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer
+    outlined: object, optimizer: torch.optim.Optimizer
 ) -> tuple[list[Any], list[Mapping[str, Any]]]:
     """The entries and groups of an outline from another rank. Raises ProtocolError."""
     own = optimizer.param_groups
@@ -138,9 +148,8 @@ def _checked(
         good = False
     if not good:
         raise ProtocolError(
-            f"what a rank says of its outer optimizer fits none of {len(tensors)} parameters "
-            f"({sum(math.prod(t.shape) for t in tensors):,} elements); start every rank with the "
-            "same code"
+            f"what a rank says of its outer optimizer fits none of {len(places)} parameters: its "
+            "state must have tensors of their shapes; start every rank with the same code"
         )
     return entries, groups
 
