@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from gradferry import _native
 from gradferry.core.agreement import (
@@ -130,10 +128,9 @@ class CommonParameters:
     def record(self) -> Record:
         """What must be equal on all ranks beside names and shapes."""
         dtypes = sorted({dtype for _, dtype in self._layout})
+        shards: list[Any] = [p for p in self.parameters if _is_shard(p)]
         places = {
-            str((p.placements, p.device_mesh.shape, p.device_mesh.get_coordinate()))
-            for p in self.parameters
-            if isinstance(p, DTensor)
+            str((p.placements, p.device_mesh.shape, p.device_mesh.get_coordinate())) for p in shards
         }
         return {
             "outer optimizer as it was made": self._made,
@@ -142,16 +139,17 @@ class CommonParameters:
         }
 
     def _local(self) -> list[torch.Tensor]:
-        """What this rank has of the model's parameters, which FSDP2 spreads over ranks. It would go
-        on with what it has gathered of a module that a forward pass has left whole.
-        """
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        return [
-            p.to_local() if hasattr(p, "to_local") else p.detach()
-            for p in self._parameters.values()
-        ]
+        """What this rank has of the model's parameters, which FSDP2 spreads over ranks."""
+        parameters: list[Any] = self.parameters
+        if any(map(_is_shard, parameters)):
+            # Not above: it takes longer to import than all the rest.
+            from torch.distributed.fsdp import FSDPModule
+
+            # A module that a forward pass has left whole would go on with what it has gathered.
+            for module in self._model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return [p.to_local() if _is_shard(p) else p.detach() for p in parameters]
 
     def _layout_now(self) -> list[tuple[tuple[int, ...], str]]:
         return [(tuple(now.shape), str(now.dtype)) for now in self._local()]
@@ -294,6 +292,10 @@ class CommonParameters:
             raise
         for name, start in zip(self.names, self.tensors, strict=True):
             start.copy_(common[name])
+
+
+def _is_shard(parameter: torch.Tensor) -> bool:
+    return hasattr(parameter, "to_local")
 
 
 # --- arguments -----------------------------------------------------------------------------------
