@@ -133,7 +133,8 @@ def _checked(
     entries, groups = given.get("entries"), given.get("groups")
     if not isinstance(entries, list) or not isinstance(groups, list):
         entries, groups = [], []  # which no optimizer has
-    good = len(groups) == len(own) and all(type(group) is dict for group in groups)
+    good = len(groups) == len(own)
+    good = good and all(type(group) is dict and "params" not in group for group in groups)
     good = good and len(entries) <= _MOST_ENTRIES * len(places)
     try:
         for index, key, dtype, content in entries if good else ():
