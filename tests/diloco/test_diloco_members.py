@@ -15,12 +15,12 @@ import torch.distributed as dist
 from gradferry.reduction import common_parameters
 from outcomes import attempt
 from torch import nn
+from training_alone import residuals, summed
 from world import World, WorldError
 
 Worlds = Callable[[int], World]
 
 SHAPE = (96, 128)  # three tiles, so that three ranks own one
-TILE = 4096
 LOST = (2, 3)
 LEFT = [0, 1]
 
@@ -58,14 +58,8 @@ class Alone:
     def withheld(self) -> torch.Tensor:
         """This rank's part of what the averages of all lack: worker / W + owner."""
         saved = self.diloco.state_dict()["reducer"]
-        (slot,) = (saved[key] for key in saved if key.startswith("slot_"))
-        sum_of_both = torch.zeros(SHAPE, dtype=torch.float64).flatten()
-        if slot["worker"].numel():
-            sum_of_both += slot["worker"].double() / saved["world_size"]
-        for place, tile in enumerate(slot["owner_tiles"].tolist()):
-            part = slot["owner"][place * TILE : (place + 1) * TILE].double()
-            sum_of_both[tile * TILE : (tile + 1) * TILE] += part
-        return sum_of_both.view(SHAPE)
+        worker, owner = residuals(saved, self.diloco._reducer._started.tiles())
+        return (worker / saved["world_size"] + owner).view(SHAPE)
 
 
 def change(rank: int, number: int) -> torch.Tensor:
@@ -76,12 +70,6 @@ def change(rank: int, number: int) -> torch.Tensor:
 
 def mean_of(ranks: list[int], number: int) -> torch.Tensor:
     return torch.stack([change(rank, number).double() for rank in ranks]).mean(0)
-
-
-def sum_over(group: dist.ProcessGroup, part: torch.Tensor) -> torch.Tensor:
-    whole = part.clone()
-    dist.all_reduce(whole, group=group)
-    return whole
 
 
 def die(*_: object, **__: object) -> NoReturn:
@@ -178,8 +166,8 @@ def case_lost(where: str, codec: str) -> None:
     second = alone.applied()
     # Each rank keeps worker / W and owner of before, whatever the number of ranks is now.
     if where != "heard by one":
-        lacks = sum_over(group, before)
-        assert torch.equal(second + sum_over(group, alone.withheld()), lacks + mean_of(LEFT, 1))
+        lacks = summed(before, group)
+        assert torch.equal(second + summed(alone.withheld(), group), lacks + mean_of(LEFT, 1))
     elif codec == "exact":
         assert torch.equal(second, mean_of([*LEFT, *LOST], 1))
     else:
@@ -188,9 +176,9 @@ def case_lost(where: str, codec: str) -> None:
     answers: list[Any] = [None] * len(LEFT)
     dist.all_gather_object(answers, (hashes, second.sum().item(), first.sum().item()), group=group)
     assert answers[0] == answers[1]
-    before = sum_over(group, alone.withheld())
+    before = summed(alone.withheld(), group)
     alone.step(2)
-    after = sum_over(group, alone.withheld())
+    after = summed(alone.withheld(), group)
     assert torch.equal(alone.applied() + after, before + mean_of(LEFT, 2))
 
 
@@ -228,7 +216,7 @@ def case_alone() -> None:
     assert "make another one" in again.text
     alone.diloco.rejoin(everybody)
     assert alone.diloco.stats()["outer_steps"] == 2
-    sums = [sum_over(everybody, part) for part in (before, alone.withheld())]
+    sums = [summed(part, everybody) for part in (before, alone.withheld())]
     gap = alone.applied() + sums[1] - sums[0] - mean_of([0, 1, 2], 1)
     # A mean over 3 is rounded to fp32 once, at 2^-24 of at most 2, and so is what fold divides.
     assert gap.abs().max() <= 4 * 2.0**-23
@@ -261,7 +249,7 @@ def test_a_newcomer_gets_what_the_others_have(worlds: Worlds) -> None:
     assert answers[0][1] == 3
 
 
-def case_momentum(device: str = "cpu") -> tuple[list[int], list[int]]:
+def case_momentum() -> tuple[list[int], list[int]]:
     """An outer momentum travels to who comes: later steps are the same."""
     group = dist.new_group([0])
     model = nn.Linear(70, 60)

@@ -60,7 +60,7 @@ def hand_on(
 
     Args:
         tensors: of equal shapes and dtypes on all ranks.
-        optimizer: of these tensors; its options follow those of the source.
+        optimizer: of these tensors, with the options of the source (`adopt_options`).
         outlined: what `outline` returned on the source.
         source: the rank in the group that has them.
         group: of the ranks.
@@ -71,7 +71,7 @@ def hand_on(
         ProtocolError: the outline fits no optimizer of these tensors.
         PeerError: a rank was lost. Nothing was changed here.
     """
-    entries, groups = _checked(outlined, optimizer)
+    entries, _ = _checked(outlined, optimizer)
     mine = optimizer.state_dict()
     gives = dist.get_rank(group) == source
 
@@ -106,10 +106,7 @@ def hand_on(
         for tensor, message in zip(tensors, received, strict=takes):
             tensor.copy_(message)
     if takes:
-        pairs = zip(mine["param_groups"], groups, strict=True)
-        optimizer.load_state_dict(
-            {"state": state, "param_groups": [{**own, **given} for own, given in pairs]}
-        )
+        optimizer.load_state_dict({"state": state, "param_groups": mine["param_groups"]})
 
 
 def adopt_options(optimizer: torch.optim.Optimizer, outlined: object) -> None:
