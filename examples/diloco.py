@@ -37,6 +37,18 @@ def examples(text: torch.Tensor, begins: torch.Tensor) -> tuple[torch.Tensor, to
     return windows[:, :-1], windows[:, -1]
 
 
+def build_model(seed: int) -> nn.Sequential:
+    """Scores for the next byte, equal on all ranks."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Embedding(256, 64),
+        nn.Flatten(),
+        nn.Linear(64 * CONTEXT, 512),
+        nn.GELU(),
+        nn.Linear(512, 256),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--codec", default="q4", help="of the outer step (default: q4)")
@@ -47,14 +59,7 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    torch.manual_seed(arguments.seed)
-    model = nn.Sequential(
-        nn.Embedding(256, 64),
-        nn.Flatten(),
-        nn.Linear(64 * CONTEXT, 512),
-        nn.GELU(),
-        nn.Linear(512, 256),
-    )
+    model = build_model(arguments.seed)
     text = source_code()
     held_out = len(text) - VALIDATION - CONTEXT
     validation = examples(text, torch.arange(held_out, held_out + VALIDATION))

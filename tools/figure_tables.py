@@ -301,13 +301,18 @@ def demo() -> str:
 
 
 def diloco() -> str:
-    """The outer step of examples/diloco.py."""
+    """Trainings of benchmarks/diloco.py."""
 
     def line(row: Row) -> list[str]:
-        codec = "fp32 (`--codec off`)" if row["codec"] == "off" else f"`{row['codec']}`"
-        return [codec, f"{row['loss']:.4f}", f"{row['spread']:.4f}", ms(row["outer_step_ms"])]
+        codec = "fp32 (`off`)" if row["codec"] == "off" else f"`{row['codec']}`"
+        every = "step" if row["synchronous"] else "outer step"
+        outer = "" if row["outer_step_ms"] is None else ms(row["outer_step_ms"])
+        numbers = [f"{row['loss']:.4f}", f"{row['spread']:.4f}", outer]
+        sent = f"{row['bytes'] / 1e6:.1f}"
+        return [row["optimizer"], f"{codec}, every {every}", *numbers, f"{row['seconds']:.0f}", sent]
 
-    heads = ["outer step", "last loss, mean of seeds", "spread of seeds", "ms per outer step"]
+    heads = ["optimizer", "average", "last loss, mean of seeds", "spread of seeds"]
+    heads += ["ms per outer step", "seconds of training", "MB that a host sent"]
     return table(heads, map(line, rows_of("diloco")))
 
 

@@ -104,7 +104,7 @@ def record_of(scenario: Scenario) -> dict[str, Any]:
         "check_every": options.check_every,
         "seed": options.seed,
         "workspace_cap_mb": options.workspace_cap_mb,
-        "chunk_bytes": 524288,
+        "chunk_bytes": 131072,
         "equal_scatter": False,
         "nodes": "auto",
         "device": "cpu",

@@ -84,12 +84,12 @@ TEST_P(World, KeepsWithinTheLimitAndChunksWithinTheBuffers) {
 INSTANTIATE_TEST_SUITE_P(Workspace, World,
                          testing::Values(2, 3, 8, 13, 14, 64, 512, 1024, 2048, 4096));
 
-// The limit divided by the messages of four chunks of 512 KiB, 3 per rank and one more each.
+// The limit divided by the messages of four chunks of 128 KiB, 3 per rank and one more each.
 TEST(Workspace, SmallWorldsHaveTheChunksThatSuitTheLink) {
-  for (const uint32_t world_size : {1, 2, 8, 13}) {
+  for (const uint32_t world_size : {1, 8, 32, 55}) {
     EXPECT_EQ(chunk_bytes_within(kCap, world_size, kChunkBytes), kChunkBytes);
   }
-  EXPECT_LT(chunk_bytes_within(kCap, 14, kChunkBytes), kChunkBytes);
+  EXPECT_LT(chunk_bytes_within(kCap, 56, kChunkBytes), kChunkBytes);
 }
 
 TEST(Workspace, ChunksShrinkWithTheWorldButHoldATile) {

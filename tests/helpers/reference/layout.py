@@ -13,7 +13,7 @@ from .codecs import OWNER, WORKER, find_codec
 from .scalars import DTYPES
 
 TILE_ELEMENTS = 4096
-CHUNK_BYTES = 524288
+CHUNK_BYTES = 131072
 CAP_BYTES = 96 << 20
 MOST_DENSE_BYTES = 2 << 20
 FEWEST_DENSE_BYTES = 32 << 10
