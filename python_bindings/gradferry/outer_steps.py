@@ -111,8 +111,8 @@ class OuterSteps:
     def _group(self) -> dist.ProcessGroup:
         try:
             return self._reducer._running.group
-        except Exception:
-            self._fail(StateError("the process group was destroyed"))
+        except StateError as error:
+            self._fail(error)
 
     def _measure(self) -> Record:
         self._common.measure()
@@ -281,7 +281,7 @@ class OuterSteps:
             for past, own in zip(pasts, hashes, strict=True)
         ]
         adopt_options(self._common.outer, theirs.get("outer"))
-        me = dist.get_rank(members)
+        me = members.rank()
         inner_steps, since = count_of(theirs, "inner_steps"), count_of(theirs, "since")
         if any(takes):
             hand_on(

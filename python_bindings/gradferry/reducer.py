@@ -59,7 +59,8 @@ class Reducer(Averaging):
         codec: as for `gradferry.attach`, but not ``"auto"``, which tries codecs in the steps of a
             training. By default parameters with at most one dimension or fewer than 1024 elements
             are sent as they are; so is a flat buffer, unless ``rules`` names a codec for it.
-        group: of the ranks that average; the default group if None.
+        group: of the ranks that average; the default group if None. torch.distributed need not know
+            it (docs/guide/reducer.md). Keep it: a Reducer does not.
         bucket_cap_mb: in MiB. Tensors travel together in buckets of at most this size, into which
             they are copied; a larger tensor travels alone and is averaged where it is. Averages do
             not depend on it.
