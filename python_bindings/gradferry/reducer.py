@@ -99,7 +99,7 @@ class Reducer(Averaging):
             if problem is not None:
                 raise problem
             config = make_config(codec, options)
-            _check_config(config, named)
+            check_config(config, named)
             record = {"way in": "Reducer", "bucket_cap_mb": _bucket_cap(bucket_cap_mb)}
             return propose(config, members, device, named, record, self._RECOVERY_HINT)
 
@@ -272,7 +272,8 @@ def _checked_names(
     return list(named.items())
 
 
-def _check_config(config: Config, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+def check_config(config: Config, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raises ConfigError for what a Reducer of these tensors cannot do."""
     if config.chooses:
         raise ConfigError(
             "codec='auto' tries codecs in the steps of a training with DistributedDataParallel, of "

@@ -90,6 +90,8 @@ _MADE: dict[str, Callable[[Any], Any]] = {
     "batches": lambda t: [t["inputs"]] * 3,
     "batch_fn": lambda t: lambda: (t["inputs"],),
     "rank": lambda t: t["dist"].get_rank(),
+    "size": lambda t: t["dist"].get_world_size(),
+    "store": lambda t: t["dist"].PrefixStore("own", t["dist"].group.WORLD.get_group_store()),
     "folder": lambda t: t.folder,
     "path": lambda t: f"{t.folder}/dcp",
     "old_rate": lambda t: 0.1,
