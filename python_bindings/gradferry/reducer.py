@@ -100,7 +100,7 @@ class Reducer(Averaging):
                 raise problem
             config = make_config(codec, options)
             check_config(config, named)
-            record = {"way in": "Reducer", "bucket_cap_mb": _bucket_cap(bucket_cap_mb)}
+            record = {"way in": "Reducer", "bucket_cap_mb": bucket_cap(bucket_cap_mb)}
             return propose(config, members, device, named, record, self._RECOVERY_HINT)
 
         def build(running: Running, nonce: str) -> Running:
@@ -288,7 +288,8 @@ def check_config(config: Config, named: Sequence[tuple[str, torch.Tensor]]) -> N
             )
 
 
-def _bucket_cap(value: float) -> float:
+def bucket_cap(value: float) -> float:
+    """An option `bucket_cap_mb`. Raises ConfigError."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not 0 < value < 2**24:
         raise ConfigError(

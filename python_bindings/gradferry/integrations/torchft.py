@@ -9,9 +9,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import metadata
 from typing import Any
@@ -23,17 +22,19 @@ from gradferry.core.options import Options, takes_options
 from gradferry.core.warn import warn_or_log
 from gradferry.errors import ConfigError, PeerError, ProtocolError, StateError
 from gradferry.outer_steps import REFUSED, fade, options_of_changes, settle, take_up, withheld_by
-from gradferry.reducer import BUCKET_CAP_MB, Reducer, Work, calls_of, check_config
+from gradferry.reducer import BUCKET_CAP_MB, Reducer, Work, bucket_cap, calls_of, check_config
 from gradferry.reduction.common_parameters import checked_decay
 
 _INSTALL = 'pip install "gradferry[torchft]"'
 try:
     from torchft import ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
+
+    _version = metadata.version("torchft")
 except ImportError as error:
     raise ConfigError(f"torchft cannot be imported ({error}): {_INSTALL}") from error
-if [int(part) for part in metadata.version("torchft").split(".")[:2]] < [0, 2]:
-    raise ConfigError(f"torchft {metadata.version('torchft')} is too old: {_INSTALL}")
+if [int(part) for part in _version.split(".")[:2]] < [0, 2]:
+    raise ConfigError(f"torchft {_version} is too old: {_INSTALL}")
 
 __all__ = ["FragmentAverages", "compress"]
 
@@ -93,8 +94,8 @@ def compress(
                 )
     chosen = options_of_changes(options)
     check_config(make_config(codec, chosen), [])
-    decay = checked_decay(residual_decay)
-    make = functools.partial(_FragmentReducer, codec=codec, bucket_cap_mb=bucket_cap_mb, **chosen)
+    decay, cap = checked_decay(residual_decay), bucket_cap(bucket_cap_mb)
+    make = functools.partial(_FragmentReducer, codec=codec, bucket_cap_mb=cap, **chosen)
     averages = [FragmentAverages(fragment, manager, make, decay) for fragment in diloco._fragments]
 
     def begin_anew(_: object) -> None:
@@ -133,28 +134,15 @@ class FragmentAverages:
     def _begin(self) -> None:
         """In place of ``_average_grads``: begins to average what ``_grads`` hold."""
         self._fragment._allreduce_work.append(self)  # for which torchft waits
-        if self._manager.errored():
-            return
-        with self._reporting():
-            changes: dict[str, Any] = dict(self._fragment._grads)
-            reducer = self._reducer_of_quorum(changes)
-            self._withheld = fade(reducer, self._decay)
-            takes_part = self._manager.is_participating()
-            share = reducer.world_size / self._manager.num_participants() if takes_part else 0.0
-            if share != 1:
-                for change in changes.values():
-                    change.mul_(share)
-            self._work = reducer.all_reduce(changes, async_op=True)
+        if not self._manager.errored():
+            self._report_failure_of(self._post)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the average is there, or the manager knows that it failed. Called by
         torchft, without `timeout`.
         """
-        work, self._work = self._work, None
-        if work is not None and self.reducer is not None:
-            with self._reporting():
-                work.wait()
-                settle(self.reducer)
+        if self._work is not None:
+            self._report_failure_of(self._finish)
         return True
 
     def _end(self) -> bool:
@@ -169,16 +157,34 @@ class FragmentAverages:
                 self._let_go()
         return committed
 
-    @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
+    def _report_failure_of(self, act: Callable[[], None]) -> None:
         try:
-            yield
+            act()
         except (PeerError, ProtocolError, StateError) as error:
             number = self._fragment._fragment_id
             warn_or_log(
                 f"an average of model_fragments[{number}] failed, and is not applied: {error}"
             )
             self._manager.report_error(error)
+
+    def _post(self) -> None:
+        changes: dict[str, Any] = dict(self._fragment._grads)
+        reducer = self._reducer_of_quorum(changes)
+        self._withheld = fade(reducer, self._decay)
+        # Spares add zeros, and torchft divides the sum by the number of participants.
+        takes_part = self._manager.is_participating()
+        share = reducer.world_size / self._manager.num_participants() if takes_part else 0.0
+        if share != 1:
+            for change in changes.values():
+                change.mul_(share)
+        self._work = reducer.all_reduce(changes, async_op=True)
+
+    def _finish(self) -> None:
+        work, self._work = self._work, None
+        assert work is not None
+        assert self.reducer is not None
+        work.wait()
+        settle(self.reducer)
 
     def _reducer_of_quorum(self, changes: dict[str, Any]) -> Reducer:
         quorum: int = self._manager._quorum_id
