@@ -91,7 +91,7 @@ def test_ranks_without_a_default_group_average_the_same_and_lose_one() -> None:
 def case_beside(folder: str) -> dict[str, Outcome]:
     """Beside a default group: a checkpoint, and what is refused."""
     store = dist.group.WORLD.get_group_store()
-    group = own_group("own", store, dist.get_rank(), dist.get_world_size())
+    group = own_group("beside", store, dist.get_rank(), dist.get_world_size())
     reducer = gradferry.Reducer([("a", torch.zeros(64, 64))], "q4", group)
     reducer.all_reduce([torch.randn(64, 64)])
     gradferry.checkpoint.save(folder, {"reducer": reducer.state_dict()}, group)
