@@ -152,7 +152,7 @@ test-slow: $(valgrind_ready)  ## what `make test` leaves out: slow tests, saniti
 	@$(quiet) build/all_gpus.log --show 'Built target|Linking' env -u CUDAARCHS cmake --build build/all_gpus
 	@$(quiet) build/all_gpus.log --show '$(ptx_lines)' ctest --test-dir build/all_gpus --no-tests=error -R '^(cuda_ptx|ptx)_' -V -j $(JOBS)
 
-test-hosts:  ## gradferry in accelerate, Lightning, transformers and Ray
+test-hosts:  ## gradferry in accelerate, Lightning, transformers, Ray and torchft
 	$(prepare) $(package_ready) $(hosts_ready)
 	@$(hosts)/bin/python -m pytest -q tests/hosts
 

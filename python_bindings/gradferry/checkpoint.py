@@ -79,7 +79,7 @@ def save(
     """
     folder = Path(folder)
     group = usable_group(group)
-    rank = dist.get_rank(group)
+    rank = group.rank()
     place = meeting_place(group, torch.device(group._device_types[0].type))
     token = uuid.uuid4().hex[:16]
 

@@ -18,12 +18,13 @@ from gradferry.core.agreement import (
     Record,
     raise_first_mismatch,
 )
-from gradferry.core.options import Options, complete, takes_options
+from gradferry.core.options import Options, takes_options
 from gradferry.errors import ConfigError, PeerError, StateError
-from gradferry.outer_steps import FINISH, OUTER_STEP, OuterSteps
+from gradferry.outer_steps import FINISH, OUTER_STEP, REFUSED, OuterSteps, options_of_changes
 from gradferry.reducer import BUCKET_CAP_MB
 from gradferry.reduction.common_parameters import (
     CommonParameters,
+    checked_decay,
     checked_optimizers,
     checked_period,
     nesterov,
@@ -38,17 +39,6 @@ _counted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that hav
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _FORMAT = 1
 _MOST_ALONE = 100  # steps of one of several optimizers, such as that of a critic
-# What makes no sense of changes that are averaged now and then: the outer optimizer has the
-# momentum, and a change is in no units of a loss scale.
-_REFUSED = (
-    "momentum",
-    "warmup_steps",
-    "warmup",
-    "grad_scaler",
-    "nonfinite",
-    "exact_skip",
-    "check_every",
-)
 
 
 class DiLoCoStats(TypedDict):
@@ -69,7 +59,7 @@ class DiLoCoStats(TypedDict):
     reducer: Stats
 
 
-@takes_options(without=_REFUSED)
+@takes_options(without=REFUSED)
 class DiLoCo(OuterSteps):
     """Ranks train alone; every `sync_every` steps they average how far they have come, and apply
     that as one gradient of an outer optimizer (arXiv 2311.08105). Collective.
@@ -148,10 +138,9 @@ class DiLoCo(OuterSteps):
         problem: Exception | None = None
         try:  # what is wrong here must be said on all ranks
             self._codec, self._bucket_cap_mb = codec, bucket_cap_mb
-            self._sync_every, self._decay = checked_period(sync_every, residual_decay)
-            self._options = complete(options, _REFUSED)
-            if self._options["error_feedback"] == "auto":
-                self._options["error_feedback"] = "both"
+            self._sync_every = checked_period(sync_every)
+            self._decay = checked_decay(residual_decay)
+            self._options = options_of_changes(options)
             self._optimizers = checked_optimizers(optimizer)
             if any(each in _counted for each in self._optimizers):
                 raise ConfigError(

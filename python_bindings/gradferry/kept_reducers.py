@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from gradferry.core.codec_spec import OFF
+from gradferry.core.meeting import exists
 from gradferry.errors import ConfigError, StateError
 from gradferry.reducer import Reducer, calls_of
 from gradferry.reduction.start import usable_group
@@ -29,11 +31,11 @@ class _KeptReducer(Reducer):
 class _Kept:
     reducer: Reducer
     codec: str
-    # Weak: a gloo group that outlives destroy_process_group() ends the process with an abort.
-    group: weakref.ref[dist.ProcessGroup]
 
 
-_kept: dict[tuple[str, str], _Kept] = {}  # by names of group and tensor
+# By group and name of the tensor. Weak: a gloo group that outlives destroy_process_group() ends the
+# process with an abort.
+_kept: MutableMapping[dist.ProcessGroup, dict[str, _Kept]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -76,9 +78,9 @@ def all_reduce(
         rules = None if codec in (OFF, "auto") else [{"codec": codec}]
         reducer = _KeptReducer([(name, tensor)], codec, members, rules=rules)
         calls_of(reducer).keep_no_tensors()
-        kept = _Kept(reducer, codec, weakref.ref(members))
+        kept = _Kept(reducer, codec)
         with _lock:
-            _kept[members.group_name, name] = kept
+            _kept.setdefault(members, {})[name] = kept
     elif codec != kept.codec:
         calls_of(kept.reducer).fail(
             f"{name!r} was averaged with codec {kept.codec!r} before and now with {codec!r}: call "
@@ -103,21 +105,20 @@ def forget(name: str, group: dist.ProcessGroup | None = None) -> None:
     members = usable_group(group)
     kept = _find(name, members)
     if kept is None:
-        names = sorted(each for of, each in _kept if of == members.group_name)
+        names = sorted(_kept.get(members, ()))
         raise StateError(
             f"nothing is kept for {name!r}; there is something for {names or 'no name'}"
         )
     calls_of(kept.reducer).expect_waited_for("forget it")
     with _lock:
-        _kept.pop((members.group_name, name), None)
+        _kept[members].pop(name, None)
 
 
 def _find(name: str, group: dist.ProcessGroup) -> _Kept | None:
-    """What is kept, once that of groups that were destroyed is gone: their names may come again."""
+    """What is kept, once that of groups that were destroyed is gone."""
     if not isinstance(name, str):
         raise ConfigError(f"name={name!r} must be a string, equal on all ranks")
-    groups = dist.distributed_c10d._world.pg_map
     with _lock:
-        for key in [key for key, kept in _kept.items() if kept.group() not in groups]:
-            del _kept[key]
-        return _kept.get((group.group_name, name))
+        for each in [each for each in _kept if not exists(each)]:
+            del _kept[each]
+        return _kept.get(group, {}).get(name)

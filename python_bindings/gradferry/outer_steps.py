@@ -7,6 +7,7 @@ import time
 import uuid
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -22,13 +23,24 @@ from gradferry.core.agreement import (
 )
 from gradferry.core.device import CPU
 from gradferry.core.meeting import meet, patience, say_failed
-from gradferry.core.options import Options
+from gradferry.core.options import Options, complete
 from gradferry.core.warn import warn_or_log
 from gradferry.errors import GradferryError, PeerError, ProtocolError, StateError
 from gradferry.reducer import Reducer
 from gradferry.reduction.common_parameters import CommonParameters
 from gradferry.reduction.newcomers import adopt_options, count_of, hand_on, hashes_of, outline
 
+# What makes no sense of changes that are averaged now and then: the outer optimizer has the
+# momentum, and a change is in no units of a loss scale.
+REFUSED = (
+    "momentum",
+    "warmup_steps",
+    "warmup",
+    "grad_scaler",
+    "nonfinite",
+    "exact_skip",
+    "check_every",
+)
 OUTER_STEP, FINISH = "an outer step", "finish()"  # what a rank has called
 
 
@@ -100,7 +112,7 @@ class OuterSteps:
             self._common.agree(dict, lambda _: None, group, problem)
         except GradferryError as error:
             if self._holds_average:
-                self._after = self._withheld()
+                self._after = withheld_by(self._reducer)
             self._fail(problem or error)
         self._before = None
         self._end_outer_step()
@@ -111,8 +123,8 @@ class OuterSteps:
     def _group(self) -> dist.ProcessGroup:
         try:
             return self._reducer._running.group
-        except Exception:
-            self._fail(StateError("the process group was destroyed"))
+        except StateError as error:
+            self._fail(error)
 
     def _measure(self) -> Record:
         self._common.measure()
@@ -136,18 +148,9 @@ class OuterSteps:
         self._running = str(record_hash([r.get("drawn") for r in records]))
 
     def _average(self) -> None:
-        self._before = self._reducer.state_dict()
-        if self._decay != 1.0:
-            slot = f"slot_{self._reducer.rank}"
-            worker = self._before[slot]["worker"] * self._decay
-            decayed = {**self._before, slot: {**self._before[slot], "worker": worker}}
-            self._reducer.load_state_dict(decayed)
+        self._before = fade(self._reducer, self._decay)
         self._reducer.all_reduce(self._common.changes)
-        engine = self._reducer._running.engine
-        if engine is not None:
-            engine.settle()  # a device has only been told to average
-        elif self._common.device.type != "cpu":
-            torch.accelerator.synchronize(self._common.device)
+        settle(self._reducer)
         self._holds_average = True
 
     def _position(self) -> Record:
@@ -156,13 +159,6 @@ class OuterSteps:
             "last": self._last,
             "common": self._common.hashes(),
         }
-
-    def _withheld(self) -> dict[str, Any] | None:
-        try:
-            return self._reducer.state_dict()
-        except GradferryError as error:
-            warn_or_log(f"what this rank has withheld is lost: {error}")
-            return None
 
     def _end_outer_step(self) -> None:
         self._holds_average = False
@@ -183,7 +179,7 @@ class OuterSteps:
         """Ends this rank's part in an outer step, so that no other rank waits for it."""
         self._failed, self._is_due = str(error), True
         if self._before is None:
-            self._before = self._withheld()
+            self._before = withheld_by(self._reducer)
         if group is not None:
             say_failed(group)
         engine = self._reducer._running.engine
@@ -227,29 +223,20 @@ class OuterSteps:
                 self._is_due, self._before = False, self._after
             self._holds_average, self._after = False, None
         if self._before is None and not self._is_new:
-            self._before = self._withheld()
+            self._before = withheld_by(self._reducer)
         named = list(zip(self._common.names, self._common.tensors, strict=True))
         self._reducer = _OuterReducer(
             named, self._codec, members, bucket_cap_mb=self._bucket_cap_mb, **self._options
         )
         self._members = weakref.ref(members)  # a gloo group must not outlive its destruction
         self._is_due = self._catch_up(members, place)
-        on_all_ranks(self._take_up, members, place)
+        on_all_ranks(
+            lambda: take_up(self._reducer, self._before, self._outer_steps), members, place
+        )
         self._before, self._failed, self._is_new = None, None, False
         if self._is_due:
             self._is_due = False
             self._outer_step()
-
-    def _take_up(self) -> None:
-        """Goes on with what was withheld. Messages have the number of their outer step."""
-        if not self._outer_steps:
-            return
-        withheld = {**(self._before or self._reducer.state_dict()), "steps": self._outer_steps}
-        try:
-            self._reducer.load_state_dict(withheld, on_resize="fold")
-        except StateError as error:
-            warn_or_log(f"what this rank has withheld is dropped: {error}")
-            self._reducer.load_state_dict(withheld, on_resize="drop")
 
     def _catch_up(self, members: dist.ProcessGroup, place: torch.device) -> bool:
         """Newcomers get what the others have in common. Whether an outer step has failed before."""
@@ -281,7 +268,7 @@ class OuterSteps:
             for past, own in zip(pasts, hashes, strict=True)
         ]
         adopt_options(self._common.outer, theirs.get("outer"))
-        me = dist.get_rank(members)
+        me = members.rank()
         inner_steps, since = count_of(theirs, "inner_steps"), count_of(theirs, "since")
         if any(takes):
             hand_on(
@@ -304,3 +291,68 @@ class OuterSteps:
         if takes[me]:
             self._common.show()
         return any(bool(record.get("is_due")) for record in records)
+
+
+# --- averages of changes, by a Reducer ----------------------------------------------------------
+
+
+def options_of_changes(options: Mapping[str, Any]) -> Options:
+    """The options of a Reducer of changes, with defaults for those that are not given.
+
+    Raises:
+        ConfigError: there is no such option, or it is one of `REFUSED`.
+    """
+    chosen = complete(options, REFUSED)
+    if chosen["error_feedback"] == "auto":
+        chosen["error_feedback"] = "both"
+    return chosen
+
+
+def fade(reducer: Reducer, decay: float) -> dict[str, Any]:
+    """Multiplies the worker residual of this rank by `decay`. Returns the state of before."""
+    before = reducer.state_dict()
+    if decay != 1.0:
+        slot = f"slot_{reducer.rank}"
+        worker = before[slot]["worker"] * decay
+        reducer.load_state_dict({**before, slot: {**before[slot], "worker": worker}})
+    return before
+
+
+def settle(reducer: Reducer) -> None:
+    """Waits until the last average has ended: a device has only been told to average.
+
+    Raises:
+        PeerError, ProtocolError: it has failed.
+    """
+    running = reducer._running
+    if running.engine is not None:
+        running.engine.settle()
+    elif running.transport.device.type != "cpu":
+        torch.accelerator.synchronize(running.transport.device)
+
+
+def withheld_by(reducer: Reducer) -> dict[str, Any] | None:
+    """The state of a Reducer; with a warning None, where an error has ended it."""
+    try:
+        return reducer.state_dict()
+    except GradferryError as error:
+        warn_or_log(f"what this rank has withheld is lost: {error}")
+        return None
+
+
+def take_up(reducer: Reducer, withheld: Mapping[str, Any] | None, outer_steps: int) -> None:
+    """Has a new Reducer go on with what another one of this rank has withheld.
+
+    Args:
+        reducer: of any number of ranks.
+        withheld: a state; None: nothing.
+        outer_steps: that were taken before, equal on all ranks: messages have this number.
+    """
+    if not outer_steps:
+        return
+    state = {**(withheld or reducer.state_dict()), "steps": outer_steps}
+    try:
+        reducer.load_state_dict(state, on_resize="fold")
+    except StateError as error:
+        warn_or_log(f"what this rank has withheld is dropped: {error}")
+        reducer.load_state_dict(state, on_resize="drop")

@@ -59,7 +59,8 @@ class Reducer(Averaging):
         codec: as for `gradferry.attach`, but not ``"auto"``, which tries codecs in the steps of a
             training. By default parameters with at most one dimension or fewer than 1024 elements
             are sent as they are; so is a flat buffer, unless ``rules`` names a codec for it.
-        group: of the ranks that average; the default group if None.
+        group: of the ranks that average; the default group if None. torch.distributed need not know
+            it (docs/guide/reducer.md). Keep it: a Reducer does not.
         bucket_cap_mb: in MiB. Tensors travel together in buckets of at most this size, into which
             they are copied; a larger tensor travels alone and is averaged where it is. Averages do
             not depend on it.
@@ -98,8 +99,8 @@ class Reducer(Averaging):
             if problem is not None:
                 raise problem
             config = make_config(codec, options)
-            _check_config(config, named)
-            record = {"way in": "Reducer", "bucket_cap_mb": _bucket_cap(bucket_cap_mb)}
+            check_config(config, named)
+            record = {"way in": "Reducer", "bucket_cap_mb": bucket_cap(bucket_cap_mb)}
             return propose(config, members, device, named, record, self._RECOVERY_HINT)
 
         def build(running: Running, nonce: str) -> Running:
@@ -271,7 +272,8 @@ def _checked_names(
     return list(named.items())
 
 
-def _check_config(config: Config, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+def check_config(config: Config, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raises ConfigError for what a Reducer of these tensors cannot do."""
     if config.chooses:
         raise ConfigError(
             "codec='auto' tries codecs in the steps of a training with DistributedDataParallel, of "
@@ -286,7 +288,8 @@ def _check_config(config: Config, named: Sequence[tuple[str, torch.Tensor]]) -> 
             )
 
 
-def _bucket_cap(value: float) -> float:
+def bucket_cap(value: float) -> float:
+    """An option `bucket_cap_mb`. Raises ConfigError."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not 0 < value < 2**24:
         raise ConfigError(

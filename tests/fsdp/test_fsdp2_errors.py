@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from gradferry.reduction import step_numbers
 from outcomes import Outcome, attempt
+from own_groups import own_group
 from sharding import SHAPES, Model, Sharding, assert_refused, attached
 from stepping import texts
 from torch import nn
@@ -163,7 +164,8 @@ def case_no_group(given: Any) -> list[Outcome]:
     sharding = Sharding()
     mesh = sharding.mesh()
     model = sharding.model(mesh["shard"])
-    wrong = mesh["shard"] if given == "shard" else given
+    own = own_group("own", dist.HashStore(), 0, 1)
+    wrong = {"shard": mesh["shard"], "own": own}.get(given, given)
     group = wrong if dist.get_rank() == 2 else mesh["replica"]
     with hears_late(said):
         refused = attempt(lambda: gradferry.fsdp.attach(model, "q4", group))
@@ -212,11 +214,12 @@ NO_REPLICAS = {
     None: "replicate_group is missing",
     "replica": "group='replica' is no process group",
     "shard": "replicate_group has ranks [2, 3] of this rank's shard group",
+    "own": "torch.distributed does not know replicate_group",
 }
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("given", NO_REPLICAS, ids=["missing", "wrong", "shards"])
+@pytest.mark.parametrize("given", NO_REPLICAS, ids=["missing", "wrong", "shards", "unknown"])
 def test_a_rank_without_replicate_group_does_not_keep_the_others_waiting(
     worlds: Worlds, given: Any
 ) -> None:

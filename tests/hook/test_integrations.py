@@ -177,7 +177,11 @@ def test_model_without_ddp_is_an_error_or_a_warning() -> None:
 
 @pytest.mark.parametrize(
     ("name", "trainers"),
-    [("transformers", ["transformers"]), ("lightning", ["lightning.pytorch", "pytorch_lightning"])],
+    [
+        ("transformers", ["transformers"]),
+        ("lightning", ["lightning.pytorch", "pytorch_lightning"]),
+        ("torchft", ["torchft"]),
+    ],
 )
 def test_missing_trainer_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, name: str, trainers: list[str]

@@ -73,9 +73,10 @@ def meeting_place(group: dist.ProcessGroup, place: torch.device) -> torch.device
 def no_backend(group: dist.ProcessGroup, place: torch.device) -> ConfigError:
     """The error of a group that has no backend for tensors on `place`."""
     lacks = "" if dist.is_nccl_available() else " (this torch has no NCCL: install one for CUDA)"
+    kinds = {f"{group._get_backend(kind).name()} for {kind.type!r}" for kind in group._device_types}
     return ConfigError(
         f"the process group has no backend for tensors on {place.type!r}, only "
-        f"{dist.get_backend(group)}; start it with init_process_group('cpu:gloo,cuda:nccl')"
+        f"{', '.join(sorted(kinds))}; start it with init_process_group('cpu:gloo,cuda:nccl')"
         f"{lacks}, or 'gloo'"
     )
 
@@ -107,11 +108,13 @@ def gather_records(record: Record, group: dist.ProcessGroup, device: torch.devic
 
 
 def _gather_records(record: Record, group: dist.ProcessGroup, device: torch.device) -> list[Record]:
-    world_size = dist.get_world_size(group)
+    world_size = group.size()
     data = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
+    # By methods of the group: where there is a default group, and torch does not know this one,
+    # functions of torch.distributed replace an error by another.
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
     size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
-    wait_or_hear(dist.all_gather(sizes, size, group=group, async_op=True), group)
+    wait_or_hear(group.allgather([sizes], [size]), group)
     largest = max(int(size) for size in sizes)
     if not 0 < largest <= MAX_RECORD_BYTES:
         raise ProtocolError(
@@ -122,7 +125,7 @@ def _gather_records(record: Record, group: dist.ProcessGroup, device: torch.devi
     padded[: data.numel()] = data
     sent = padded.to(device)  # a collective need not hold what it sends
     gathered = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(world_size)]
-    wait_or_hear(dist.all_gather(gathered, sent, group=group, async_op=True), group)
+    wait_or_hear(group.allgather([gathered], [sent]), group)
     return [
         _parse(part.cpu()[: int(length)].numpy().tobytes(), rank)
         for rank, part, length in zip(world_ranks(group), gathered, sizes, strict=True)

@@ -31,6 +31,7 @@ from gradferry.core.agreement import (
     raise_first_error,
 )
 from gradferry.core.config import Config
+from gradferry.core.meeting import is_known
 from gradferry.errors import ConfigError, GradferryError
 
 # For tests: a world of one exchanges with itself, so that a single device runs the whole path.
@@ -171,7 +172,8 @@ def transport_of(device: torch.device, group: dist.ProcessGroup) -> Transport:
     """The transport of gradients on `device` that are averaged over `group`.
 
     Raises:
-        ConfigError: the group has no backend for the device, or is bound to another one.
+        ConfigError: the group has no backend for the device, or is bound to another one; or its
+            collectives are on streams, and torch.distributed does not know it.
     """
     on_host = device.type == "cpu"
     if device.type not in {kind.type for kind in group._device_types}:
@@ -183,11 +185,18 @@ def transport_of(device: torch.device, group: dist.ProcessGroup) -> Transport:
             f"torch.cuda.set_device() and init_process_group(device_id=torch.device('{device}')) "
             "before anything else, on every rank with its own GPU"
         )
-    alone = dist.get_world_size(group) == 1
+    alone = group.size() == 1
+    streams = not on_host and not is_staged(group, device)
+    if streams and not is_known(group):
+        raise ConfigError(
+            f"torch.distributed does not know the process group, which has "
+            f"{group._get_backend(device).name()} for {device.type!r}; make it with "
+            "torch.distributed.new_group(), or give it gloo for that device"
+        )
     return Transport(
         device=device,
         exchanges=not alone or (EXCHANGE_WHEN_ALONE and not on_host),
-        streams=not on_host and not is_staged(group, device),
+        streams=streams,
     )
 
 

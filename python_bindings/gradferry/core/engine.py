@@ -134,7 +134,7 @@ def start_engine(
     """
     path = transport_of(CPU, group) if transport is None else transport
     on_host = path.device.type == "cpu"
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = group.rank(), group.size()
     table = [[each] for each in range(world_size)] if nodes is None else nodes
     lanes: dict[str, _native.Lane] = {}
     # First, because it is collective: a rank that failed before it would block the others.
@@ -203,7 +203,7 @@ def make_lanes(
         return [_native.Lane(backend) for backend in make_backends(group, nonce, lanes, place)]
     return _native.connect_lanes(
         PrefixStore(f"gradferry/{nonce}/sockets", store_of(group)),
-        rank=dist.get_rank(group),
+        rank=group.rank(),
         world_ranks=world_ranks(group),
         lanes=[list(ranks) for ranks in lanes.values()],
         longest_seconds=(patience(group, place) / 2).total_seconds(),
@@ -225,7 +225,7 @@ def memory_of_node(
     Raises:
         PeerError: as `make_lanes`.
     """
-    if len(siblings_of(nodes, dist.get_rank(group))) == 1:
+    if len(siblings_of(nodes, group.rank())) == 1:
         return None, ""
     return share_on_node(_native.shared_memory_bytes(options), nodes, group, nonce)
 
@@ -234,7 +234,7 @@ def share_on_node(
     num_bytes: int, nodes: Members, group: dist.ProcessGroup, nonce: str
 ) -> tuple[_native.SharedMemory | None, str]:
     """Shares so many bytes as `memory_of_node` does, where this rank has siblings."""
-    rank = dist.get_rank(group)
+    rank = group.rank()
     names, siblings = world_ranks(group), siblings_of(nodes, rank)
     store = PrefixStore(f"gradferry/{nonce}/memory/{siblings[0]}", store_of(group))
     seconds = (patience(group, CPU) / 2).total_seconds()
@@ -247,7 +247,7 @@ def share_on_node(
 
 def lanes_between_all(group: dist.ProcessGroup, number: int) -> dict[str, list[int]]:
     """Lanes between all ranks of the group, for `make_lanes` and `make_backends`."""
-    return {str(each): list(range(dist.get_world_size(group))) for each in range(number)}
+    return {str(each): list(range(group.size())) for each in range(number)}
 
 
 def make_backends(
@@ -260,7 +260,7 @@ def make_backends(
     # Not by new_group(): its names clash for overlapping groups, and after a group was destroyed
     # and created again.
     store = store_of(group)
-    rank = dist.get_rank(group)
+    rank = group.rank()
     backends: list[ProcessGroupGloo] = []
     for name, ranks in lanes.items():
         prefixed = PrefixStore(f"gradferry/{nonce}/{name}/{min(ranks)}", store)
@@ -311,7 +311,7 @@ def _new_device_backend(
 ) -> Any:
     theirs: Any = group._get_backend(place)
     timeout = _timeout(group, place)
-    rank = list(ranks).index(dist.get_rank(group))
+    rank = list(ranks).index(group.rank())
     config = c10d.BackendConfig(dist.Backend(dist.get_backend_config(group)))
     kind = config.get_device_backend_map()[place.type]
     options: Any = None

@@ -34,16 +34,28 @@ NO_STORE = "the store of the process group does not answer (mostly rank 0 serves
 
 def store_of(group: dist.ProcessGroup) -> Store:
     """The store with which the group was created."""
-    store: Store = dist.distributed_c10d._world.pg_map[group][1]
-    return store
+    return group.get_group_store()
+
+
+def is_known(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed has made the group, and knows it still."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def exists(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group was not destroyed. torch.distributed names all that it makes, and forgets
+    what it destroys; a group that it has not made lives as long as its object.
+    """
+    return group is not None and (is_known(group) or not group.group_name)
 
 
 def world_ranks(group: dist.ProcessGroup) -> list[int]:
-    """The ranks of a group's processes in the whole job, by rank.
+    """The ranks of a group's processes in the whole job, by rank; those in the group where
+    torch.distributed does not know it.
 
     All errors name these: a process has another rank in each of its groups.
     """
-    return dist.get_process_group_ranks(group)
+    return dist.get_process_group_ranks(group) if is_known(group) else list(range(group.size()))
 
 
 def patience(group: dist.ProcessGroup, place: torch.device) -> timedelta:
@@ -82,11 +94,11 @@ def meet(
         PeerError: not all ranks came (every rank that came raises the same text, which names the
             missing ranks), or the store does not answer. EchoError: because of `beside`.
     """
-    if dist.get_world_size(group) == 1:
+    if group.size() == 1:
         return
     _native.meet(
         PrefixStore("gradferry/meetings", store_of(group)),
-        rank=dist.get_rank(group),
+        rank=group.rank(),
         world_ranks=world_ranks(group),
         longest_seconds=longest.total_seconds(),
         purpose=purpose,
@@ -163,7 +175,7 @@ def absent_after_loss(group: dist.ProcessGroup, reason: str) -> tuple[list[int],
         Those `world_ranks`, and the reason of the first that called this, the same on all ranks; no
         ranks and None if the store has not answered.
     """
-    rank, names = dist.get_rank(group), world_ranks(group)
+    rank, names = group.rank(), world_ranks(group)
     found: list[tuple[list[int], str]] = []
 
     def look() -> None:

@@ -10,7 +10,14 @@ import torch.distributed as dist
 
 from gradferry.errors import GradferryWarning
 
-_TRAINERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
+_TRAINERS = (
+    "accelerate",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "torchft",
+    "transformers",
+)
 # Their frames are passed over. Trainers filter warnings that seem to come from torch's schedules,
 # and copy calls the methods with which models and hooks copy themselves.
 _INSIDE = ("gradferry", "torch", "copy", *_TRAINERS)

@@ -17,7 +17,7 @@ from gradferry.core.agreement import (
     raise_first_error,
     raise_first_mismatch,
 )
-from gradferry.core.meeting import meet, patience, say_failed, world_ranks
+from gradferry.core.meeting import is_known, meet, patience, say_failed, world_ranks
 from gradferry.errors import ConfigError, EchoError, GradferryError, PeerError
 from gradferry.fsdp.choice import Choice
 from gradferry.fsdp.model import ShardedModule
@@ -173,6 +173,11 @@ def _replicate_group(
             "the replicas alone, such as mesh['replica']"
         )
     group = usable_group(given.get_group() if isinstance(given, DeviceMesh) else given)
+    if not is_known(group):
+        raise ConfigError(
+            "torch.distributed does not know replicate_group, and cannot say which ranks of the "
+            "job it has; make it with torch.distributed.new_group()"
+        )
     both = set(world_ranks(shard_group)) & set(world_ranks(group))
     if both != {dist.get_rank()}:
         raise ConfigError(

@@ -320,18 +320,19 @@ def checked_optimizers(given: object) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def checked_period(sync_every: int, decay: float) -> tuple[int, float]:
-    """Inner steps of a period, and the decay of residuals.
-
-    Raises:
-        ConfigError: they are none.
-    """
+def checked_period(sync_every: int) -> int:
+    """Inner steps of a period. Raises ConfigError."""
     if not isinstance(sync_every, int) or isinstance(sync_every, bool) or sync_every < 1:
         raise ConfigError(f"sync_every={sync_every!r} must be a number of steps, 1 or more")
+    return sync_every
+
+
+def checked_decay(decay: float) -> float:
+    """By what a residual is multiplied before an average. Raises ConfigError."""
     is_number = isinstance(decay, float | int) and not isinstance(decay, bool)
     if not is_number or not 0 < decay <= 1:
         raise ConfigError(f"residual_decay={decay!r} must be above 0 and at most 1")
-    return sync_every, float(decay)
+    return float(decay)
 
 
 def refuse_others(

@@ -24,6 +24,11 @@ def as_asked(running: Running) -> dict[str, Any]:
     return {"codec": codec, "exchange": running.exchange.name, "reason": reason}
 
 
+def _group(running: Running) -> str:
+    name = repr(running.group_name) if running.group_name else "without a name"
+    return f"process group {name}"
+
+
 def _in_world(running: Running) -> str:
     """Where the group's ranks are not those of the world, which errors name."""
     if list(running.world_ranks) == list(range(running.world_size)):
@@ -43,12 +48,12 @@ def describe(running: Running, stats: Stats) -> str:
     if running.engine is None:
         reason = "GRADFERRY_DISABLE=1" if config.disabled else "codec 'off'"
         chosen = f", {choice['reason']}" if "next_check" in choice else ""
-        return f"gradferry: passes through ({reason}{chosen}), process group {running.group_name!r}"
+        return f"gradferry: passes through ({reason}{chosen}), {_group(running)}"
     parameters = running.parameters
     total = sum(p.num_elements for p in parameters)
     lines = [
         f"gradferry: {config.codec}, error feedback {config.error_feedback}, "
-        f"rank {running.rank} of {running.world_size}, process group {running.group_name!r}"
+        f"rank {running.rank} of {running.world_size}, {_group(running)}"
         f"{_in_world(running)}"
     ]
     if config.chooses:

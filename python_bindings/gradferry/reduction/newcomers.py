@@ -73,16 +73,14 @@ def hand_on(
     """
     entries, _ = _checked(outlined, optimizer)
     mine = optimizer.state_dict()
-    gives = dist.get_rank(group) == source
+    gives = group.rank() == source
 
     def travel(shape: Sequence[int], dtype: torch.dtype, value: torch.Tensor | None) -> Any:
         message = torch.empty(tuple(shape), dtype=dtype, device=place)
         if value is not None:
             message.copy_(value)
-        work = dist.broadcast(message, group_src=source, group=group, async_op=True)
-        assert work is not None  # this rank is in the group
         try:
-            wait_or_hear(work, group)
+            wait_or_hear(group.broadcast(message, source), group)
         except RuntimeError as error:
             say_failed(group)  # to ranks that are not connected with the one that was lost
             raise PeerError(

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
-from torch.distributed.distributed_c10d import GroupName
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -25,11 +23,11 @@ from gradferry.core.codec_spec import AUTO, CodecSpec
 from gradferry.core.config import EXACT, Config
 from gradferry.core.device import Transport, transport_of
 from gradferry.core.engine import loss_scale, start_engine
-from gradferry.core.meeting import world_ranks
+from gradferry.core.meeting import exists, world_ranks
 from gradferry.core.nodes import Exchange, Nodes, flat
 from gradferry.core.parameters import ParameterLayout, describe_parameters
 from gradferry.core.warn import warn
-from gradferry.errors import ConfigError, GradferryError
+from gradferry.errors import ConfigError, GradferryError, StateError
 from gradferry.reduction import step_numbers
 from gradferry.reduction.residual_tiles import (
     KINDS,
@@ -52,7 +50,9 @@ class Running:
         parameters: as agreed by all ranks.
         rank: this rank in the process group.
         world_ranks: of all ranks of that group, by rank: how errors name them.
-        group_name: name of that group.
+        group_name: name of that group; empty where torch.distributed has not made it.
+        group_itself: weak, so that it can be destroyed: a gloo group that outlives that aborts the
+            process at its end.
         index: for each tensor that was registered, such as a parameter that DDP reduces, its index
             in `parameters`.
         transport: how bytes reach the other ranks.
@@ -77,6 +77,7 @@ class Running:
     rank: int
     world_ranks: Sequence[int]
     group_name: str
+    group_itself: weakref.ref[dist.ProcessGroup]
     index: WeakIdKeyDictionary
     transport: Transport
     agreed: Record
@@ -95,8 +96,13 @@ class Running:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group. It is looked up at every use, so that it can be destroyed."""
-        return _resolve_process_group(GroupName(self.group_name))
+        """The process group. Raises StateError once it was destroyed, or nobody has it."""
+        group = self.group_itself()
+        if group is None and not self.group_name:
+            raise StateError("the process group has ended, because nobody has kept it")
+        if group is None or not exists(group):
+            raise StateError(f"the process group {self.group_name!r} was destroyed")
+        return group
 
     @property
     def world_size(self) -> int:
@@ -433,16 +439,17 @@ def propose(
             f"{config.momentum} asks for",
         )
     transport = transport_of(place, group)
-    alone = flat(dist.get_world_size(group))
+    alone = flat(group.size())
     parameters = describe_parameters(named, config, owners, exchanges=transport.exchanges)
     config = transport.adapted(config)
     known = [parameter for _, parameter in named] if known_as is None else known_as
     return Running(
         config=config,
         parameters=tuple(parameters),
-        rank=dist.get_rank(group),
+        rank=group.rank(),
         world_ranks=world_ranks(group),
         group_name=group.group_name,
+        group_itself=weakref.ref(group),
         index=WeakIdKeyDictionary({t: i for i, t in enumerate(known) if t is not None}),
         transport=transport,
         agreed={

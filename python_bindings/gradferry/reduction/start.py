@@ -17,7 +17,7 @@ from gradferry.core.agreement import (
     raise_first_error,
     raise_first_mismatch,
 )
-from gradferry.core.meeting import meet, patience, say_failed, world_ranks
+from gradferry.core.meeting import exists, meet, patience, say_failed, world_ranks
 from gradferry.core.nodes import choose_exchange, identity, received_identities, resolve
 from gradferry.errors import ConfigError, PeerError, StateError
 from gradferry.reduction.running import Running
@@ -32,16 +32,24 @@ def usable_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     Raises:
         ConfigError, StateError: on this rank alone, which without a group cannot tell the others.
     """
-    if not dist.is_initialized():
-        raise StateError("there is no process group; call init_process_group() first")
+    if group is None and not dist.is_initialized():
+        raise StateError("there is no process group; call init_process_group() first, or give one")
     members = dist.group.WORLD if group is None else group
     if not isinstance(members, dist.ProcessGroup):
         raise ConfigError(
             f"group={group!r} is no process group that this rank is in; call this only on the "
             "ranks of the group"
         )
-    if members not in dist.distributed_c10d._world.pg_map:
-        raise StateError("the process group was destroyed; pass one that exists")
+    if not members._device_types:
+        raise ConfigError(
+            f"group={members!r} has no backend of its own: call its _register_backend(), or, where "
+            "it wraps a group, give that"
+        )
+    if not exists(members):
+        raise StateError(
+            f"the process group {members.group_name!r} was destroyed, as far as torch.distributed "
+            "knows; pass one that exists"
+        )
     return members
 
 

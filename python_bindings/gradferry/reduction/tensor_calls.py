@@ -102,16 +102,16 @@ class _PassedThrough:
     def __init__(self, buckets: Iterable[Bucket], group: dist.ProcessGroup) -> None:
         self._works = []
         for _, flat in buckets:
-            flat.div_(dist.get_world_size(group))
-            self._works.append(dist.all_reduce(flat, group=group, async_op=True))
+            flat.div_(group.size())
+            real = torch.view_as_real(flat) if flat.is_complex() else flat
+            self._works.append(group.allreduce(real))
 
     def wait(self) -> None:
         for work in self._works:
-            if work is not None:
-                work.wait()
+            work.wait()
 
     def is_completed(self) -> bool:
-        return all(work is None or work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self._works)
 
 
 class TensorCalls:
@@ -205,11 +205,8 @@ class TensorCalls:
     def _post(self, tensors: Sequence[torch.Tensor], async_op: bool) -> Work:
         try:
             group = self._running.group
-        except Exception:
-            self.fail(
-                f"the process group {self._running.group_name!r} was destroyed; make a Reducer "
-                "over a new one"
-            )
+        except StateError as error:
+            self.fail(f"{error}; make a Reducer over a new one")
         packed = self._packing.pack(tensors)
         engine = self._running.engine
         if engine is None or self._engine_calls is None:
