@@ -307,9 +307,9 @@ def diloco() -> str:
         codec = "fp32 (`off`)" if row["codec"] == "off" else f"`{row['codec']}`"
         every = "step" if row["synchronous"] else "outer step"
         outer = "" if row["outer_step_ms"] is None else ms(row["outer_step_ms"])
-        numbers = [f"{row['loss']:.4f}", f"{row['spread']:.4f}", outer]
-        sent = f"{row['bytes'] / 1e6:.1f}"
-        return [row["optimizer"], f"{codec}, every {every}", *numbers, f"{row['seconds']:.0f}", sent]
+        losses = [f"{row['loss']:.4f}", f"{row['spread']:.4f}"]
+        whole = [f"{row['seconds']:.0f}", f"{row['bytes'] / 1e6:.1f}"]
+        return [row["optimizer"], f"{codec}, every {every}", *losses, outer, *whole]
 
     heads = ["optimizer", "average", "last loss, mean of seeds", "spread of seeds"]
     heads += ["ms per outer step", "seconds of training", "MB that a host sent"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ __all__ = ["DiLoCo"]
 _counted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have a DiLoCo
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _FORMAT = 1
+_SMALL_PART = 0.05  # of the time of training that an outer step may take unnoticed
 _MOST_ALONE = 100  # steps of one of several optimizers, such as that of a critic
 
 
@@ -345,6 +347,14 @@ class DiLoCo(OuterSteps):
             "reducer": self._reducer.stats(),
         }
 
+    def _advice(self) -> str:
+        """The shortest period of which the last outer step is a small part, if that is longer."""
+        inner_ms = self._period_ms / self._sync_every
+        enough = math.ceil(self._outer_ms / (_SMALL_PART * inner_ms)) if inner_ms else 0
+        if self._is_closed or enough <= self._sync_every:  # finish() ends a shorter period
+            return ""
+        return f"; with sync_every={enough} it would be {_SMALL_PART:.0%} of that"
+
     def __str__(self) -> str:
         elements = sum(each.numel() for each in self._common.tensors)
         lines = [
@@ -355,7 +365,7 @@ class DiLoCo(OuterSteps):
         if self._outer_ms:
             lines.append(
                 f"  the last outer step took {self._outer_ms:.0f} ms, after "
-                f"{self._period_ms:.0f} ms of training"
+                f"{self._period_ms:.0f} ms of training{self._advice()}"
             )
         return "\n".join([*lines, str(self._reducer)])
 

@@ -179,3 +179,16 @@ def test_period_without_movement_changes_nothing(codec: str) -> None:
     optimizer.step()
     assert torch.equal(common(diloco), before)
     assert torch.equal(flat(model.parameters()), before.bfloat16().double())
+
+
+@on_ranks(2)
+def test_printed_it_says_which_period_hides_an_outer_step() -> None:
+    model = Plain()
+    _, diloco = make(model, "q4", sync_every=2)
+    assert "ms of training" not in str(diloco)
+    diloco._outer_ms, diloco._period_ms = 30.0, 100.0
+    # An inner step takes 50 ms: 12 of them are twenty times 30 ms.
+    advice = "; with sync_every=12 it would be 5% of that"
+    assert f"the last outer step took 30 ms, after 100 ms of training{advice}\n" in str(diloco)
+    diloco._outer_ms = 5.0
+    assert "the last outer step took 5 ms, after 100 ms of training\n" in str(diloco)

@@ -133,8 +133,8 @@ def test_siblings_send_only_to_their_peers() -> None:
 
 
 def test_chunks_of_nodes_are_cut_by_what_siblings_send() -> None:
-    # 2 MB for a sibling are 128 full tiles of fp32 in a column, or 256 of 16 bits; a chunk of payload
-    # has more of sign1 than 129.
+    # 2 MB for a sibling are 128 full tiles of fp32 in a column, or 256 of 16 bits. The payload of a
+    # chunk has room for more than 129 of sign1.
     sizes = [2 * 129 * 4096]
 
     def of(world: int | Nodes, dtype: torch.dtype) -> list[int]:
