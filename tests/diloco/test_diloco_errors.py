@@ -77,6 +77,14 @@ def test_models_that_differ_are_named() -> None:
     expect_on_all(lambda: make(model), "RankMismatchError", "rank 1", "weight")
 
 
+@on_ranks(2)
+def test_rank_that_makes_a_reducer_instead_is_named() -> None:
+    ways = (lambda: make(Plain()), lambda: gradferry.Reducer(Plain().named_parameters()))
+    outcome = attempt(ways[dist.get_rank()])
+    assert outcome.error == "RankMismatchError", outcome
+    assert "rank 1 differs from rank 0 in way in" in outcome.text
+
+
 BAD: list[dict[str, Any]] = [
     *({"sync_every": value} for value in (0, True, "x", 1.5)),
     *({"residual_decay": value} for value in (0, 2, True, "x", float("nan"))),

@@ -91,7 +91,8 @@ def start(
         record = error_record(error)
     mine = {"nonce": uuid.uuid4().hex, "identity": vars(identity()), "record": record}
     envelopes = gather_records(mine, group, place)
-    records: list[Record] = [envelope["record"] for envelope in envelopes]
+    # A rank that makes something else, such as a DiLoCo, has no envelope around its record.
+    records = [_record(envelope.get("record", envelope)) for envelope in envelopes]
     raise_first_error(records, group)
     raise_first_mismatch(records, group)
     assert running is not None  # otherwise raise_first_error() has raised this rank's error
@@ -104,7 +105,7 @@ def start(
     built: Started | None = None
     interrupted: KeyboardInterrupt | None = None
     try:
-        built = build(running, str(envelopes[0]["nonce"]))
+        built = build(running, str(envelopes[0].get("nonce")))
         outcome: Record = {}
     except Exception as error:
         outcome = error_record(error)
@@ -125,3 +126,7 @@ def start(
     assert built is not None
     watch_scaler(running)
     return built
+
+
+def _record(received: object) -> Record:
+    return received if isinstance(received, dict) else {}
