@@ -12,10 +12,10 @@ namespace gradferry {
 inline constexpr uint32_t kExemptMaxDims = 1;
 inline constexpr uint64_t kExemptMaxSize = 1023;
 
-// Most payload bytes per owner, stage and chunk, in small worlds. What waits for the last chunk of a
-// bucket takes as long as that chunk does on the link: with 512 KiB an average of 17 MB of fp32 over
-// four hosts takes a quarter longer at 1 Gb/s. At 10 Gb/s it is then 7 % faster, or more with q8, where
-// rounds scatter as much; 32 KiB costs more for each message than it saves.
+// Most payload bytes per owner, stage and chunk, in small worlds. What waits for the last chunk of
+// a bucket takes as long as that chunk does on the link: with 512 KiB an average of 17 MB of fp32
+// over four hosts takes a quarter longer at 1 Gb/s. At 10 Gb/s it is then 7 % faster, or more with
+// q8, where rounds scatter as much; 32 KiB costs more for each message than it saves.
 inline constexpr uint32_t kChunkBytes = 128 * 1024;
 // The same where collectives are enqueued on streams: a chunk costs launches and two collectives,
 // so it should be megabytes.
