@@ -25,10 +25,10 @@ CHUNK_BYTES = _native.CHUNK_BYTES  # at most, per owner, stage and chunk
 # Below this many bits per element, error feedback withholds whole gradients for many steps, and
 # trainings end worse without momentum mode.
 COARSE_BITS = 3.0
-# The smallest matrices that hold at most this share of all elements travel with SMALL_CODEC instead
-# of a codec below COARSE_BITS. First and last layers are often among them, and most of the loss
-# that a coarse codec costs comes from there. SMALL_CODEC adds about 0.1 bit per element of the
-# model to what is sent.
+# The smallest matrices, which together hold at most this percentage of all elements, travel with
+# SMALL_CODEC instead of a codec below COARSE_BITS. First and last layers are often among them, and
+# much of the loss that a coarse codec costs comes from there. SMALL_CODEC adds about 0.1 bit per
+# element of the model to what is sent.
 SMALL_PERCENT = 3
 
 
