@@ -180,6 +180,13 @@ def test_gathers_and_the_reduce_scatter_are_compared(worlds):
         assert measured == ["q4", "q4+keep_gathered=True"]
 
 
+def test_the_formula_knows_small_matrices(worlds):
+    sizes = {name: p.numel() for name, p in MODELS["small"](2).build_model().named_parameters()}
+    assert 0 < sizes["position"] < 0.03 * sum(sizes.values())  # and so it travels with q4
+    for (outcome,) in worlds(4).run(case_sharded, parallel="hsdp", hooks=("sign1",)):
+        assert outcome.wire_bytes == outcome.wire_formula
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("namespaces_allowed")
 def test_what_a_sharded_model_sends_leaves_its_hosts(rows_of):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from gradferry.core.config import make_config
 from gradferry.ddp.auto import chosen_by
 from gradferry.errors import ConfigError, PeerError, StateError
+from gradferry.fsdp.model import Shard
 from gradferry.fsdp.state import REDUCE_SCATTER, REPLICAS
 from gradferry_lab.ranks.launch import run_ranks, run_worlds
 from gradferry_lab.workloads import TASKS, corpus, load_task
@@ -307,7 +308,8 @@ def test_sync_waits_for_all_ranks_once_per_step_and_leaves_gradients_alone(world
 
 
 def test_bytes_to_other_hosts_are_those_within_groups():
-    hosts, bucket = (0, 0, 1, 1), [("weight", torch.empty(10), None)]
+    weight = Shard("weight", torch.nn.Parameter(torch.empty(10)), torch.Size((10,)), torch.float32)
+    hosts, bucket = (0, 0, 1, 1), [(weight, None)]
     between_replicas = Exchange(REPLICAS, None, [(0, 2), (1, 3)], lambda: [bucket])
     assert between_replicas.sent(hosts) == [40, 40, 40, 40]  # 2 * (2 - 1) / 2 of 40 bytes
     within_one = Exchange(REDUCE_SCATTER, None, [range(4)], lambda: [bucket])

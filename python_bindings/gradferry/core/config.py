@@ -275,7 +275,7 @@ class Config:
 
 def _smallest(parameters: Sequence[Sized], names: Collection[str]) -> set[str]:
     """Those of `names`, smallest first, that together have at most SMALL_PERCENT of all elements.
-    Of parameters of one size those that were registered first come first.
+    Parameters of one size come in the order of registration.
     """
     sizes = {parameter.name: parameter.whole_size for parameter in parameters}
     most, taken, small = SMALL_PERCENT * sum(sizes.values()), 0, set()
