@@ -25,6 +25,9 @@ MEASURED = re.compile(
 RULES = {
     ("README.md", "2 %"): "how `auto` chooses",
     ("docs/guide/which_codec.md", "2 %"): "how `auto` chooses",
+    ("README.md", "3 %"): "which matrices are the smallest",
+    ("docs/guide/start.md", "3 %"): "which matrices are the smallest",
+    ("docs/guide/which_codec.md", "3 %"): "which matrices are the smallest",
     ("docs/guide/momentum.md", "20 %"): "when to freeze, advice",
     ("docs/guide/training.md", "10 %"): "how large a residual is, an order of magnitude",
 }

@@ -43,8 +43,7 @@ class Options(TypedDict, total=False):
             ``find_unused_parameters``.
         warmup_steps: number of first steps in which gradients arrive without momentum, and are sent
             with the codec `warmup`.
-        warmup: the codec of the first `warmup_steps`, for all parameters that are not ``exact``
-            (below 3 bits see `rules`).
+        warmup: the codec of the first `warmup_steps`, for all parameters that are not ``exact``.
             ``"exact"`` sends gradients as they are: what arrives is their mean, added up in rank
             order in fp32 and rounded once to their dtype. Without a hook ranks add up in another
             order, so that with 3 ranks or more the last bits may differ. Another codec, such as
