@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from gradferry import _native
 from gradferry.core.codec_spec import AUTO, OFF, parse_codec
-from gradferry.core.config import COARSE_BITS
+from gradferry.core.config import COARSE_BITS, SMALL_CODEC, SMALL_PERCENT
 from gradferry.core.device import on_streams
 from gradferry.core.engine import planned_bytes
 from gradferry.core.nodes import Nodes, exchange_between, flat
@@ -300,10 +300,14 @@ def _of_codec(cluster: _Cluster, hook: str, nodes: Nodes) -> tuple[int, int]:
 
 def _needs_momentum(hook: str) -> bool:
     """Whether a codec trains well only in momentum mode, which the hook does not use."""
-    codec, options = split_options(hook, sharded=True)
-    if codec in BACKEND_HOOKS:
-        return False
-    return not options.get("momentum") and parse_codec(codec).bits() < COARSE_BITS
+    _, options = split_options(hook, sharded=True)
+    return not options.get("momentum") and _is_coarse(hook)
+
+
+def _is_coarse(hook: str) -> bool:
+    """Whether its codec has less than 3 bits per element."""
+    codec, _ = split_options(hook, sharded=True)
+    return codec not in BACKEND_HOOKS and parse_codec(codec).bits() < COARSE_BITS
 
 
 def _assumptions(cluster: _Cluster, parallel: str) -> list[str]:
@@ -355,6 +359,11 @@ def plan_table(rows: Sequence[Row]) -> Table:
     if any(row["needs_momentum"] for row in rows):
         notes.append("* trains well only in momentum mode (momentum=), or with SGD.")
     asked = {row["hook"] for row in rows}
+    if any(map(_is_coarse, asked)):
+        notes.append(
+            f"Below {COARSE_BITS:g} bits the smallest matrices travel with {SMALL_CODEC}: at most "
+            f"{SMALL_PERCENT} % of all elements, which are not counted as such here."
+        )
     notes += [f"{hook}: {loss}." for hook, loss in LOSSES.items() if hook in asked]
     least = min(rows, key=lambda row: row["card_bytes"])
     notes.append(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from outcomes import Outcome, attempt
 from reference import ReferenceReduceScatter, scattered_bytes_per_step
-from reference.layout import resolve_codec
+from reference.layout import resolve_codecs
 from reference.scalars import narrow, widen
 from sharded_training import (
     case_load_and_go_on,
@@ -53,10 +53,14 @@ def parts(sharding: Sharding) -> list[tuple[str, str, int]]:
     ]
 
 
+def codecs_of_parts(sharding: Sharding, codec: str) -> list[str]:
+    described = dict(zip(sharding.named(), sharding.described(), strict=True))
+    return resolve_codecs([described[m, n] for m, n, _ in parts(sharding)], codec)[0]
+
+
 def expected(sharding: Sharding, attach: dict[str, Any]) -> list[list[np.ndarray]]:
     """[step][part]: means."""
-    described = dict(zip(sharding.named(), sharding.described(), strict=True))
-    codecs = [resolve_codec(described[m, n], attach["codec"]) for m, n, _ in parts(sharding)]
+    codecs = codecs_of_parts(sharding, attach["codec"])
     dtype = str(sharding.reduced_in).removeprefix("torch.")
     reference = ReferenceReduceScatter(
         sharding.shards,
@@ -118,8 +122,7 @@ def assert_means_equal_the_reference(
                 assert np.array_equal(got, wanted), (rank, step, parts(sharding)[index])
     if "warmup_steps" in attach:
         return
-    described = dict(zip(sharding.named(), sharding.described(), strict=True))
-    codecs = [resolve_codec(described[m, n], attach["codec"]) for m, n, _ in parts(sharding)]
+    codecs = codecs_of_parts(sharding, attach["codec"])
     formula = scattered_bytes_per_step(
         [sharding.size(module, name) for module, name, _ in parts(sharding)],
         codecs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import gradferry
@@ -154,10 +155,13 @@ class Sharding:
     def described(self) -> list[Parameter]:
         """Padded shards, for a reference of what one group of replicas does."""
         dtype = str(self.reduced_in).removeprefix("torch.")
-        return [
-            Parameter(f"{m}.{n}".lstrip("."), self.size(m, n), dtype, len(SHAPES[m][n]), False)
-            for m, n in self.named()
-        ]
+        described = []
+        for module, name in self.named():
+            shape = SHAPES[module][name]
+            full = f"{module}.{name}".lstrip(".")
+            size = self.size(module, name)
+            described.append(Parameter(full, size, dtype, len(shape), whole=math.prod(shape)))
+        return described
 
     def buckets(self) -> list[list[int]]:
         """Indices of parameters by module."""

@@ -29,9 +29,8 @@ NO_CODECS = Choice(None, None, None)  # FSDP2 alone
 _ROOT = "the model"  # the name of its module, which keeps what it gathered until backward ends
 _CPU = torch.device("cpu")
 
-# Name, dtype and size of a shard, by a tensor without memory; and the rank of the group that owns
-# it; None: all ranks do.
-Piece = tuple[str, torch.Tensor, int | None]
+# A shard, and the rank of the group that owns it; None: all ranks do.
+Piece = tuple[Shard, int | None]
 Bucket = Sequence[Piece]
 
 
@@ -59,8 +58,8 @@ class Exchange:
     def ring_bytes(self, item_bytes: int | None = None) -> int:
         """What a rank sends in a ring, without a codec. `item_bytes`: None: as the dtypes say."""
         passes, ranks = (2 if self.name == REPLICAS else 1), len(self.groups[0])
-        tensors = [tensor for bucket in self.buckets() for _, tensor, _ in bucket]
-        content = sum(each.numel() * (item_bytes or each.element_size()) for each in tensors)
+        shards = [shard for bucket in self.buckets() for shard, _ in bucket]
+        content = sum(each.size.numel() * (item_bytes or each.dtype.itemsize) for each in shards)
         return round(passes * (ranks - 1) * content / ranks)
 
     def sent(self, hosts: Sequence[int], *, steps: int = 0) -> list[int]:
@@ -81,9 +80,10 @@ class Exchange:
         buckets = self.buckets()
         pieces = [piece for bucket in buckets for piece in bucket]
         parameters = describe_parameters(
-            [(name, tensor) for name, tensor, _ in pieces],
+            [(shard.name, shard.placeholder(_CPU)) for shard, _ in pieces],
             self.config,
-            [owner for _, _, owner in pieces],
+            [owner for _, owner in pieces],
+            [shard.whole_size for shard, _ in pieces],
             exchanges=True,
         )
         numbers = iter(range(len(pieces)))
@@ -146,7 +146,8 @@ class MatrixModule:
         return [self._shard(self.dtype or torch.float32)]
 
     def _shard(self, dtype: torch.dtype) -> Shard:
-        return Shard(self.name, nn.Parameter(torch.empty(0)), torch.Size((1, self.elements)), dtype)
+        whole = nn.Parameter(torch.empty(self.elements * self.ranks, device="meta"))
+        return Shard(self.name, whole, torch.Size((1, self.elements)), dtype)
 
     def order(self) -> list[int]:
         return [0]
@@ -166,7 +167,7 @@ def exchanges_of(modules: Modules, choice: Choice, mesh: Sequence[Sequence[int]]
     if len(mesh) > 1:
 
         def averaged() -> list[Bucket]:
-            return [[_piece(each, None) for each in _in_order(module)] for module in modules]
+            return [[(each, None) for each in _in_order(module)] for module in modules]
 
         columns = list(zip(*mesh, strict=True))
         return [Exchange(REPLICAS, choice.replicas, columns, averaged)]
@@ -175,14 +176,13 @@ def exchanges_of(modules: Modules, choice: Choice, mesh: Sequence[Sequence[int]]
 
     def scattered() -> list[Bucket]:
         return [
-            [_piece(each, rank) for rank in ranks for each in _in_order(module)]
-            for module in modules
+            [(each, rank) for rank in ranks for each in _in_order(module)] for module in modules
         ]
 
     def gathered() -> list[Bucket]:
         again = [] if keeps else [module for module in modules if module.name != _ROOT]
         return [
-            [_piece(each, rank) for rank in ranks for each in module.gathered]
+            [(each, rank) for rank in ranks for each in module.gathered]
             for module in (*modules, *again)
         ]
 
@@ -194,7 +194,3 @@ def exchanges_of(modules: Modules, choice: Choice, mesh: Sequence[Sequence[int]]
 
 def _in_order(module: ShardedModule | MatrixModule) -> list[Shard]:
     return [module.shards[number] for number in module.order()]
-
-
-def _piece(shard: Shard, owner: int | None) -> Piece:
-    return shard.name, shard.placeholder(_CPU), owner

@@ -23,8 +23,12 @@ class Options(TypedDict, total=False):
             such as ``"*embedding*"``), ``min_dims``, ``max_dims``, ``min_size``, ``max_size``
             (elements). The first rule that matches a parameter gives its codec; a rule that matches
             no parameter causes a warning. Other parameters get ``exact`` if they have at most one
-            dimension or fewer than 1024 elements, else ``codec``. float64 and complex parameters
-            are always ``exact``.
+            dimension or fewer than 1024 elements, else ``codec``. If that has less than 3 bits per
+            element, the smallest of them, which together have at most 3 % of the elements of all
+            parameters, get ``q4``: much of the loss that such codecs cost comes from small
+            matrices. So in a `warmup` of less than 3 bits. ``{"min_dims": 2, "min_size": 1024,
+            "codec": "sign1"}`` as the last rule sends them with ``sign1``, too. float64 and complex
+            parameters are always ``exact``.
         error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``,
             ``"both"``, or ``"auto"``: both below 8 bits per element and in momentum mode, else the
             owner residual. With both, what was applied plus the residuals equals the sum of the
@@ -39,7 +43,8 @@ class Options(TypedDict, total=False):
             ``find_unused_parameters``.
         warmup_steps: number of first steps in which gradients arrive without momentum, and are sent
             with the codec `warmup`.
-        warmup: the codec of the first `warmup_steps`, for all parameters that are not ``exact``.
+        warmup: the codec of the first `warmup_steps`, for all parameters that are not ``exact``
+            (below 3 bits see `rules`).
             ``"exact"`` sends gradients as they are: what arrives is their mean, added up in rank
             order in fp32 and rounded once to their dtype. Without a hook ranks add up in another
             order, so that with 3 ranks or more the last bits may differ. Another codec, such as

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradferry import _native
 from gradferry.core import device
 from gradferry.core.codec_spec import CodecSpec
-from gradferry.core.config import EXACT, Config
+from gradferry.core.config import EXACT, Config, Sized
 from gradferry.core.names import plain_name
 from gradferry.errors import ConfigError
 
@@ -37,6 +37,8 @@ class ParameterLayout:
         residuals: whether it has a place in the (worker, owner) residual.
         owner: the rank that gets its mean in a reduce-scatter, or has it in an all-gather; None: in
             an all-reduce.
+        whole_size: number of elements of the parameter that this is a shard of; None: it is whole.
+        is_small: whether it has its codec because it is one of the smallest (`Config.codecs_of`).
     """
 
     name: str
@@ -49,17 +51,18 @@ class ParameterLayout:
     warmup: CodecSpec
     residuals: tuple[bool, bool]
     owner: int | None = None
+    whole_size: int | None = None
+    is_small: bool = False
 
-    def under(self, config: Config, *, exchanges: bool) -> ParameterLayout:
-        """The same parameter with the codec and residuals of another configuration."""
-        codec = EXACT
-        if not self.is_complex and self.dtype != torch.float64:
-            codec = config.codec_of(self.name, len(self.shape), math.prod(self.shape))
-        return replace(
-            self,
-            codec=codec,
-            warmup=config.warmup_codec_of(codec),
-            residuals=config.residuals_of(codec) if exchanges else (True, False),
+    def sized(self) -> Sized:
+        """What its codec depends on."""
+        size = math.prod(self.shape)
+        return Sized(
+            name=self.name,
+            dims=len(self.shape),
+            size=size,
+            whole_size=size if self.whole_size is None else self.whole_size,
+            is_compressible=not self.is_complex and self.dtype != torch.float64,
         )
 
     def record(self) -> dict[str, Any]:
@@ -102,6 +105,7 @@ def describe_parameters(
     named: Sequence[tuple[str, torch.Tensor]],
     config: Config,
     owners: Sequence[int | None] | None = None,
+    whole_sizes: Sequence[int | None] | None = None,
     *,
     exchanges: bool,
 ) -> list[ParameterLayout]:
@@ -111,6 +115,7 @@ def describe_parameters(
         named: names and parameters, in order.
         config: checked.
         owners: see `ParameterLayout.owner`; None: of no parameter.
+        whole_sizes: see `ParameterLayout.whole_size`; None: all parameters are whole.
         exchanges: False in a world of one, where every parameter has a place in the worker
             residual: for the momentum, or for what a larger world has withheld.
 
@@ -128,13 +133,42 @@ def describe_parameters(
     if named and (place := named[0][1].device).type != "cpu" and not config.passes_through:
         device.expect_runnable(place)
         device.load_kernels(place.type)
+    nothing = [None] * len(named)
+    described = [
+        _describe(name, each, owner, whole_size)
+        for (name, each), owner, whole_size in zip(
+            named, owners or nothing, whole_sizes or nothing, strict=True
+        )
+    ]
+    return under(config, described, exchanges=exchanges)
+
+
+def under(
+    config: Config, parameters: Sequence[ParameterLayout], *, exchanges: bool
+) -> list[ParameterLayout]:
+    """The same parameters with the codecs and residuals of another configuration.
+
+    Args:
+        config: the other one.
+        parameters: all that are averaged together.
+        exchanges: as of `describe_parameters`.
+    """
+    codecs = config.codecs_of([parameter.sized() for parameter in parameters])
     return [
-        _describe(name, each, owner).under(config, exchanges=exchanges)
-        for (name, each), owner in zip(named, owners or [None] * len(named), strict=True)
+        replace(
+            parameter,
+            codec=own.codec,
+            warmup=own.warmup,
+            is_small=own.is_small,
+            residuals=config.residuals_of(own.codec) if exchanges else (True, False),
+        )
+        for parameter, own in zip(parameters, codecs, strict=True)
     ]
 
 
-def _describe(name: str, parameter: torch.Tensor, owner: int | None) -> ParameterLayout:
+def _describe(
+    name: str, parameter: torch.Tensor, owner: int | None, whole_size: int | None
+) -> ParameterLayout:
     """The parameter, not yet under a configuration."""
     dtype = _REAL_DTYPES.get(parameter.dtype, parameter.dtype)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
@@ -153,4 +187,5 @@ def _describe(name: str, parameter: torch.Tensor, owner: int | None) -> Paramete
         warmup=EXACT,
         residuals=(False, False),
         owner=owner,
+        whole_size=whole_size,
     )

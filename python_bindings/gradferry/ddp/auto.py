@@ -19,7 +19,7 @@ from typing import Any
 from gradferry import _native
 from gradferry.core.agreement import meeting_place, most_of_ranks
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
-from gradferry.core.config import COARSE_BITS, EXACT, FIRST_OF_AUTO, Config
+from gradferry.core.config import COARSE_BITS, EXACT, FIRST_OF_AUTO, SMALL_CODEC, Config
 from gradferry.core.nodes import FLAT, TWO_LEVEL, Exchange, exchanges_to_choose_from
 from gradferry.ddp.trial import (
     CODECS,
@@ -39,6 +39,8 @@ _log = logging.getLogger("gradferry")
 FIRST_TRIAL = 2  # DDP arranges its buckets in the steps before
 TRY_AGAIN_AFTER = 1000  # steps; doubled after every change, which limits the number of changes
 _IN_MOMENTUM_MODE = "rht:bits=3"  # beside codecs below 3 bits
+# Behind a coarse codec in a checkpoint: whether the smallest matrices had SMALL_CODEC then.
+_WITH_SMALL = f" and {SMALL_CODEC} for the smallest matrices"
 # What is withheld of a parameter is delivered in the next step that uses it. A candidate for which
 # that takes longer is left out.
 _DELIVERING_STEPS = 10
@@ -96,6 +98,24 @@ def _exchange(name: object) -> str | None:
     return None if name is None else str(name)
 
 
+def _saved_codec(text: str) -> CodecSpec:
+    """Checks what a checkpoint says of the codec.
+
+    Raises:
+        StateError: matrices that now are sent with SMALL_CODEC had this one, behind which a
+            residual holds more for the same momentum (`Config.momentum_share`).
+    """
+    codec = parse_codec(text.removesuffix(_WITH_SMALL))
+    is_whole = codec.bits() < COARSE_BITS and not text.endswith(_WITH_SMALL)
+    if is_whole and _native.momentum_behind(str(codec), 0.5) != 0.5:
+        raise StateError(
+            f"the saved state is of a training that sent all matrices with {codec}; now the "
+            f"smallest have {SMALL_CODEC}, which would deliver too much of what was withheld of "
+            "them. Go on without this state, and lose what was withheld"
+        )
+    return codec
+
+
 @dataclass
 class Choice:
     """The current choice. The fields in `saved` are equal on all ranks."""
@@ -120,7 +140,7 @@ class Choice:
             if not isinstance(saved, Mapping):
                 raise TypeError("it is no dict")
             return cls(
-                codec=parse_codec(saved["codec"]),
+                codec=_saved_codec(saved["codec"]),
                 exchange=_exchange(saved.get("exchange")),  # states of earlier versions have none
                 made=bool(_count(saved["made"])),
                 reason="restored from a checkpoint",
@@ -135,8 +155,9 @@ class Choice:
 
     def saved(self) -> dict[str, Any]:
         """The fields for a checkpoint."""
+        is_coarse = self.codec.bits() < COARSE_BITS
         return {
-            "codec": str(self.codec),
+            "codec": f"{self.codec}{_WITH_SMALL * is_coarse}",
             "exchange": self.exchange,
             "made": self.made,
             "step": self.step,

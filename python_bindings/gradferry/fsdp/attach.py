@@ -279,6 +279,7 @@ def _propose(
             shard.parameter if averages and own in (None, rank) else None for shard, own in owned
         ],
         owners=[own for _, own in owned],
+        whole_sizes=[shard.whole_size for shard, _ in owned],
         collective=collective,
     )
 

@@ -36,6 +36,11 @@ class Shard:
         """A tensor of this size and dtype that takes the memory of one element."""
         return torch.zeros(1, dtype=self.dtype, device=device).expand(self.size)
 
+    @property
+    def whole_size(self) -> int:
+        """Number of elements of the whole parameter, without padding; equal on all ranks."""
+        return self.parameter.numel()
+
     def place_in_mesh(self) -> str:
         """This rank's place, if tensor parallelism also divides parameters; else empty."""
         mesh = self.parameter.device_mesh  # type: ignore[attr-defined]

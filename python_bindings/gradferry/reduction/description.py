@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from gradferry import _native
 from gradferry.core.codec_spec import OFF
+from gradferry.core.config import COARSE_BITS, SMALL_CODEC, SMALL_PERCENT
 from gradferry.core.nodes import FLAT
 from gradferry.reduction.running import Running
 from gradferry.reduction.step_numbers import Stats
@@ -37,8 +39,8 @@ def _in_world(running: Running) -> str:
 
 
 def describe(running: Running, stats: Stats) -> str:
-    """The text of ``print(state)``: codecs, exempt parameters, exchange, memory and averages of the
-    steps so far, by line.
+    """The text of ``print(state)``: codecs, exempt parameters, small ones, exchange, memory and
+    averages of the steps so far, by line.
 
     Args:
         running: what is described.
@@ -68,10 +70,16 @@ def describe(running: Running, stats: Stats) -> str:
         )
     if config.warmup_steps:
         lines.append(f"  warm-up: {config.warmup_steps} steps with {config.warmup}")
-    exempt = list(dict.fromkeys(p.name for p in parameters if not p.codec.lossy))
+    exempt = [p.name for p in parameters if not p.codec.lossy]
     if exempt:
-        shown = ", ".join(exempt[:4]) + (f", and {len(exempt) - 4} more" if len(exempt) > 4 else "")
-        lines.append(f"  exempt from compression: {shown}")
+        lines.append(f"  exempt from compression: {_first_of(exempt)}")
+    small = [p.name for p in parameters if p.is_small]
+    if small:
+        coarse = config.codec if config.codec.bits() < COARSE_BITS else config.warmup
+        lines.append(
+            f"  {SMALL_CODEC} instead of {coarse}, as the smallest matrices (at most "
+            f"{SMALL_PERCENT} % of all elements): {_first_of(small)}"
+        )
     if running.transport.exchanges:
         lines.append(_exchange_line(running))
     lines.append(
@@ -81,6 +89,13 @@ def describe(running: Running, stats: Stats) -> str:
     lines += _workspace_lines(running.engine.workspace(), running)
     lines += _averages(running.engine_steps(), stats)
     return "\n".join(lines)
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """At most four names, and how many others there are. Shards of one parameter count once."""
+    different = list(dict.fromkeys(names))
+    more = f", and {len(different) - 4} more" if len(different) > 4 else ""
+    return ", ".join(different[:4]) + more
 
 
 def _averages(steps: int, stats: Stats) -> list[str]:

@@ -25,7 +25,7 @@ from gradferry.core.device import Transport, transport_of
 from gradferry.core.engine import loss_scale, start_engine
 from gradferry.core.meeting import exists, world_ranks
 from gradferry.core.nodes import Exchange, Nodes, flat
-from gradferry.core.parameters import ParameterLayout, describe_parameters
+from gradferry.core.parameters import ParameterLayout, describe_parameters, under
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, GradferryError, StateError
 from gradferry.reduction import step_numbers
@@ -231,7 +231,8 @@ class Running:
             codec: replaces the configured one if given.
         """
         config = self.config if codec is None else replace(self.config, codec=codec)
-        return [p.under(config, exchanges=world_size != 1).residuals for p in self.parameters]
+        described = under(config, self.parameters, exchanges=world_size != 1)
+        return [parameter.residuals for parameter in described]
 
     def tensors(self) -> list[torch.Tensor]:
         """The registered tensors themselves, in order."""
@@ -387,8 +388,7 @@ class Running:
         return [parameter.record() for parameter in self.parameters]
 
     def _described(self, config: Config) -> list[ParameterLayout]:
-        exchanges = self.transport.exchanges
-        return [parameter.under(config, exchanges=exchanges) for parameter in self.parameters]
+        return under(config, self.parameters, exchanges=self.transport.exchanges)
 
 
 def propose(
@@ -401,6 +401,7 @@ def propose(
     *,
     known_as: Sequence[torch.Tensor | None] | None = None,
     owners: Sequence[int | None] | None = None,
+    whole_sizes: Sequence[int | None] | None = None,
     collective: str = "all_reduce",
 ) -> Running:
     """The configuration of this rank, without an engine yet, for comparison with other ranks.
@@ -416,6 +417,7 @@ def propose(
             None: the tensors themselves, or nothing instead of one of them.
         owners: of each tensor the rank that gets its mean in a reduce-scatter, or has it in an
             all-gather; None: all ranks.
+        whole_sizes: see `ParameterLayout.whole_size`; None: all tensors are whole.
         collective: see `Running`.
 
     Raises:
@@ -440,7 +442,9 @@ def propose(
         )
     transport = transport_of(place, group)
     alone = flat(group.size())
-    parameters = describe_parameters(named, config, owners, exchanges=transport.exchanges)
+    parameters = describe_parameters(
+        named, config, owners, whole_sizes, exchanges=transport.exchanges
+    )
     config = transport.adapted(config)
     known = [parameter for _, parameter in named] if known_as is None else known_as
     return Running(

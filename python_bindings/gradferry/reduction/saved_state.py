@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from gradferry import _native
+from gradferry.core.config import SMALL_CODEC
 from gradferry.core.names import plain_name
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction.residual_tiles import (
@@ -271,7 +273,7 @@ def check_identity(
     _check_ranks(saved)
     for field, mine in identity.items():
         if field == LAYOUT:
-            _check_layout(saved[field], mine, named=on_resize != "drop")
+            _check_layout(saved[field], mine, identity.get("codec"), named=on_resize != "drop")
         elif field not in ("world_size", NODES) and not same(saved[field], mine):
             raise StateError(
                 f"the saved state has {field} {shown(saved[field])}, this hook has {mine!r}; "
@@ -308,14 +310,35 @@ def _has_layout(saved: Mapping[str, Any], mine: str) -> bool:
     return same(saved[LAYOUT], mine) or _parameters(saved[LAYOUT]) == _parameters(mine)
 
 
-def _check_layout(saved: object, mine: str, *, named: bool) -> None:
+def _check_layout(saved: object, mine: str, codec: str | None, *, named: bool) -> None:
+    """`codec`: as this hook was asked for."""
     if same(saved, mine):
         return
-    if difference := _layout_difference(saved, mine, "this hook", named=named):
+    difference = _layout_difference(saved, mine, "this hook", named=named)
+    if difference and _had_no_small_matrices(saved, mine, codec):
+        rule = {"min_dims": 2, "min_size": _native.EXEMPT_MAX_SIZE + 1, "codec": codec}
+        raise StateError(
+            f"the saved state is of a hook that sent the smallest matrices with {codec}, too: "
+            f"{difference}; load it with {rule!r} as the last of rules=, which restores that"
+        )
+    if difference:
         raise StateError(
             f"the saved state is of another model: {difference}; load it with the arguments and "
             "the model it was saved with"
         )
+
+
+def _had_no_small_matrices(saved: object, mine: str, codec: str | None) -> bool:
+    """Whether a layout is like this one, but for parameters that had the codec asked for and have
+    SMALL_CODEC here: those of gradferry before there was `Config.codecs_of`, for example.
+    """
+    try:
+        return all(
+            they == we or (we["codec"] == str(SMALL_CODEC) and they == {**we, "codec": codec})
+            for they, we in zip(_parameters(saved), _parameters(mine), strict=True)
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return False
 
 
 def _parameters(layout: object) -> list[dict[str, Any]]:

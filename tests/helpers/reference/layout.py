@@ -20,17 +20,27 @@ FEWEST_DENSE_BYTES = 32 << 10
 PIECE_ELEMENTS = 16  # what tiles are rounded up to on their way to their leaders
 HEADER_BYTES = 64
 FEWEST_COMPRESSED_ELEMENTS = 1024
+COARSE_BITS = 3
+SMALL_PERCENT = 3
+SMALL_CODEC = "q4"
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """num_elements and dtype are those of the gradient: the real view, for complex ones."""
+    """num_elements and dtype are those of the gradient: the real view, for complex ones. `whole`:
+    elements of the parameter that this is a shard of; None: it is whole.
+    """
 
     name: str
     num_elements: int
     dtype: str = "float32"
     ndim: int = 2
     is_complex: bool = False
+    whole: int | None = None
+
+    def count(self) -> int:
+        """Elements of the whole parameter, of which a complex one has one for two numbers."""
+        return self.whole or self.num_elements // (1 + self.is_complex)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +68,37 @@ def resolve_codec(parameter: Parameter, codec: str, rules: Rules = ()) -> str:
     return codec
 
 
+def is_coarse(codec: str) -> bool:
+    bits = 8 * find_codec(codec).payload_bytes(TILE_ELEMENTS, "float32", WORKER)
+    return bits < COARSE_BITS * TILE_ELEMENTS
+
+
+def small_names(parameters: Sequence[Parameter], rules: Rules = ()) -> list[str]:
+    """Parameters that never have a coarse codec, but where a rule gives it."""
+    counts = {p.name: p.count() for p in parameters}
+    open_to_codecs = [p.name for p in parameters if resolve_codec(p, "", rules) == ""]
+    ascending = sorted(set(open_to_codecs), key=lambda n: (counts[n], open_to_codecs.index(n)))
+    while 100 * sum(counts[n] for n in ascending) > SMALL_PERCENT * sum(counts.values()):
+        ascending.pop()
+    return ascending
+
+
+def resolve_codecs(
+    parameters: Sequence[Parameter], codec: str, rules: Rules = (), warmup: str = "exact"
+) -> tuple[list[str], list[str]]:
+    """Codecs of the parameters that are averaged together, and those of warm-up steps."""
+    small = small_names(parameters, rules)
+    codecs, warmup_codecs = [], []
+    for parameter in parameters:
+        own = resolve_codec(parameter, codec, rules)
+        first = warmup if find_codec(own).lossy else "exact"  # what is exact stays so
+        if parameter.name in small:
+            own, first = (SMALL_CODEC if is_coarse(each) else each for each in (own, first))
+        codecs.append(own)
+        warmup_codecs.append(first)
+    return codecs, warmup_codecs
+
+
 class Layout:
     """The tiles of a model, numbered, with their codecs and owners."""
 
@@ -73,7 +114,7 @@ class Layout:
         """`nodes`: ranks by node; None: every rank is alone."""
         self.parameters = list(parameters)
         self.world_size = world_size
-        self.codecs = [resolve_codec(p, codec, rules) for p in self.parameters]
+        self.codecs, self.warmup_codecs = resolve_codecs(self.parameters, codec, rules, warmup)
         self.tiles: list[Tile] = []
         self.tiles_of: list[range] = []  # per parameter
         for index, parameter in enumerate(self.parameters):
@@ -88,8 +129,6 @@ class Layout:
             self.tiles_of.append(range(first, len(self.tiles)))
         self._own_tiles = self.tiles  # which assign owners, in warm-up steps, too
         self._place(nodes or [[rank] for rank in range(world_size)])
-        # What is exact stays so in warm-up steps.
-        self.warmup_codecs = [warmup if find_codec(own).lossy else "exact" for own in self.codecs]
 
     def _place(self, nodes: Sequence[Sequence[int]]) -> None:
         self.nodes = nodes
