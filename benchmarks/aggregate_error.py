@@ -10,11 +10,13 @@ before is not there: an exchange with error feedback makes up for this error lat
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from gradferry.core.config import make_config
+from gradferry.core.parameters import describe_parameters
 from gradferry_lab.bench.aggregate_error import squared_error, squared_norm
 from gradferry_lab.flags import add_json
 from gradferry_lab.output.json_file import write_json
@@ -46,13 +48,14 @@ def gradients_of_ranks(task: Task, model: nn.Module, batch: Batch) -> Gradients:
 def errors(model: nn.Module, gradients: Gradients) -> Iterator[dict[str, Any]]:
     """One row for every codec and world size."""
     for codec in CODECS:
-        config = make_config(codec)
+        layout = describe_parameters(
+            list(copy.deepcopy(model).cpu().named_parameters()), make_config(codec), exchanges=True
+        )
         for ranks in WORLD_SIZES:
             error = norm = 0.0
-            for name, parameter in model.named_parameters():
-                own = str(config.codec_of(name, parameter.dim(), parameter.numel()))
-                part = gradients[name][:ranks]
-                error += squared_error(part, own)
+            for parameter in layout:
+                part = gradients[parameter.name][:ranks]
+                error += squared_error(part, str(parameter.codec))
                 norm += squared_norm(part)
             yield {"codec": codec, "ranks": ranks, "vnmse": error / norm}
 
