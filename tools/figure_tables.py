@@ -308,7 +308,8 @@ def diloco() -> str:
         every = "step" if row["synchronous"] else "outer step"
         outer = "" if row["outer_step_ms"] is None else ms(row["outer_step_ms"])
         losses = [f"{row['loss']:.4f}", f"{row['spread']:.4f}"]
-        whole = [f"{row['seconds']:.0f}", f"{row['bytes'] / 1e6:.1f}"]
+        seconds = "" if row["seconds"] is None else f"{row['seconds']:.0f}"
+        whole = [seconds, f"{row['bytes'] / 1e6:.1f}"]
         return [row["optimizer"], f"{codec}, every {every}", *losses, outer, *whole]
 
     heads = ["optimizer", "average", "last loss, mean of seeds", "spread of seeds"]

@@ -118,7 +118,7 @@ def examine_workload(
     batch: Any = on_device(place, workload.draw(torch.Generator().manual_seed(seed)))
 
     def make_step(copy: nn.Module) -> Callable[[], None]:
-        optimizer = make_optimizer("AdamW", workload, copy.parameters(), None, fused=True)
+        optimizer = make_optimizer("AdamW", workload, copy, None, fused=True)
 
         def step() -> None:
             optimizer.zero_grad()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import own_models
 import pytest
@@ -180,11 +181,16 @@ def test_gathers_and_the_reduce_scatter_are_compared(worlds):
         assert measured == ["q4", "q4+keep_gathered=True"]
 
 
+def case_with_small_matrices() -> Any:
+    # The smallest have one size: 9.4 % of all elements.
+    with mock.patch("gradferry.core.config.SMALL_PERCENT", 10):
+        return case_sharded(parallel="hsdp", hooks=("sign1",))
+
+
 def test_the_formula_knows_small_matrices(worlds):
-    sizes = {name: p.numel() for name, p in MODELS["small"](2).build_model().named_parameters()}
-    assert 0 < sizes["position"] < 0.03 * sum(sizes.values())  # and so it travels with q4
-    for (outcome,) in worlds(4).run(case_sharded, parallel="hsdp", hooks=("sign1",)):
-        assert outcome.wire_bytes == outcome.wire_formula
+    (without,) = worlds(4).run(case_sharded, parallel="hsdp", hooks=("sign1",))[0]
+    for (outcome,) in worlds(4).run(case_with_small_matrices):
+        assert outcome.wire_bytes == outcome.wire_formula > 1.1 * without.wire_bytes
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 ROW_KEYS = {
     "task", "optimizer", "codec", "mode", "momentum", "warmup", "seed", "final_loss",
     "final_metric", "wire_bytes", "suite", "source", "ranks", "steps", "initial_loss", "curve",
+    "ms_per_step", "residual_bytes", "residual_ratio",
 }  # fmt: skip
 CONTEST = Contest(
     task="convex",
@@ -36,10 +37,11 @@ CONTEST = Contest(
     ),
     ruler_seeds=2,
     seeds=1,
+    num_ranks=2,
 )
 
 
-SUITE = Suite("quick", (CONTEST,), sigmas=2, num_ranks=2)
+SUITE = Suite("quick", (CONTEST,), sigmas=2)
 
 
 @pytest.fixture(autouse=True)

@@ -108,6 +108,8 @@ def test_full_demands_what_was_promised():
         assert demanded[task, "OneBitAdam", "sign1", MOMENTUM] == 0.02
         for optimizer in ("OneBitAdam", "SGD"):
             assert demanded[task, optimizer, TOPK, MOMENTUM] == 0.06
+        for codec in ("q8", "q4", "rht:bits=4"):
+            assert demanded["tiny_text", "Muon", codec, auto_mode(codec)] == 0.005
     assert FULL.sigmas == 2
     for contest in FULL.contests:
         assert (contest.ruler_seeds, contest.seeds) == (5, 3)

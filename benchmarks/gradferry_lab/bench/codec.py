@@ -6,6 +6,7 @@ of as many bytes. Results are validated before they are timed.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from gradferry.errors import ConfigError
 from rich.console import Console
 
 from gradferry_lab import flags
+from gradferry_lab.bench.aggregate_error import squared_error, squared_norm
 from gradferry_lab.bench.device_clock import find_gpu
 from gradferry_lab.bench.device_codec import (
     DeviceOptions,
@@ -28,8 +30,14 @@ from gradferry_lab.output.table import Column, Table, print_table
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MEMCPY_BYTES = 1 << 26
+_AVERAGED_ELEMENTS = 1 << 20  # of each rank, for the error of a mean
 _ROUNDS = {"cpu": 9, "gpu": 100}
 _CPU_ONLY = ("isas", "threads", "num_elements")
+
+_NMSE_NOTE = (
+    "NMSE: of Gaussian numbers, without residual; reduce/W: of the mean that W ranks get, which is "
+    "encoded twice."
+)
 
 Row = Mapping[str, Any]
 
@@ -189,7 +197,7 @@ def codec_table(rows: Sequence[Row], memcpy_gbps: float | None = None) -> Table:
         Column("(min)", lambda row: f"{row['roof_ratio_min']:.2f}", detail=5),
         Column("(max)", lambda row: f"{row['roof_ratio_max']:.2f}", detail=5),
         Column("bits per\nelement", _bits_per_element, detail=3),
-        Column("NMSE", _nmse, detail=3, note="NMSE: of Gaussian numbers, without residual."),
+        Column("NMSE", _nmse, detail=3, note=_NMSE_NOTE),
         Column("core", _core, detail=7, note=_core_note(rows)),
         Column("#wrong", lambda row: str(row["wrong"])),
     )
@@ -282,6 +290,13 @@ def _check(arguments: argparse.Namespace) -> None:
     flags.require_at_least_one(arguments, "threads", "world_sizes", "rounds", "num_elements")
 
 
+@functools.cache
+def _error_of_mean(codec: str, world_size: int) -> float:
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(world_size, _AVERAGED_ELEMENTS, generator=generator)
+    return squared_error(gradients, codec) / squared_norm(gradients)
+
+
 def _time(
     arguments: argparse.Namespace, codec: str, isa: str, dtype: str, threads: int
 ) -> list[dict[str, Any]]:
@@ -298,6 +313,8 @@ def _time(
     for timed in timer.rows():
         seconds = timed.pop("seconds")
         per_second = timed["num_elements"] / seconds if seconds else 0.0
+        if timed["op"] == "reduce":
+            timed["nmse"] = _error_of_mean(codec, timed["world_size"])
         rows.append(
             {"codec": codec, "dtype": dtype, "threads": threads, "isa": isa, **timed}
             | {"elements_per_second": per_second}

@@ -161,7 +161,7 @@ class _TimedModel:
         self._optimizer = make_optimizer(
             "OneBitAdam" if learns_first else "AdamW",
             workload,
-            self._model.parameters(),
+            self._model,
             state,
             fused=True,
         )

@@ -29,6 +29,7 @@ from gradferry_lab.converge.worlds import run_trainings
 from gradferry_lab.output.json_file import environment, occasion, read_json, write_json
 from gradferry_lab.output.progress import WorkProgress
 from gradferry_lab.output.table import print_line, print_table
+from gradferry_lab.ranks.place import add_device
 from gradferry_lab.workloads import load_task
 
 _VERSIONS = ("gradferry", "torch", "python")  # of an environment: they decide the numbers
@@ -60,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="trainings of models that FSDP2 shards: about an hour on two cores",
     )
     size.add_argument(
+        "--large",
+        dest="suite",
+        action="store_const",
+        const="large",
+        help="models of ten and a hundred million parameters: a day on two cores, minutes on a GPU",
+    )
+    size.add_argument(
         "--from",
         dest="source",
         type=Path,
@@ -78,8 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2,
         metavar="N",
-        help="trainings at a time, each with 4 processes of one thread (default: %(default)s)",
+        help="trainings at a time, each with 2 or 4 processes of one thread (default: %(default)s)",
     )
+    add_device(parser)
     parser.add_argument(
         "--out",
         type=Path,
@@ -112,7 +121,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains what is not there yet, then reports. 1 when a demand is not met, else 0."""
     console = Console()
     if arguments.source:
-        flags.refuse(arguments, ["worlds", "fresh", "known"], "beside --from, which trains nothing")
+        flags.refuse(
+            arguments, ["worlds", "fresh", "known", "device"], "beside --from, which trains nothing"
+        )
         document = read_json(arguments.source)
         rows, place = document["rows"], document["environment"]
         suite = _suite_of(rows, arguments.source)
@@ -152,7 +163,7 @@ def _train(
     if arguments.fresh:
         shutil.rmtree(folder, ignore_errors=True)
     results = Results(folder, environment())
-    trainings = list(suite.trainings())
+    trainings = list(suite.trainings(arguments.device))
     tasks = {contest.task for contest in suite.contests}
     sources = {task: load_task(task).source for task in tasks}
 

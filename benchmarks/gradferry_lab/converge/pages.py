@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from gradferry_lab.converge.suite import (
+    LARGE,
     MOMENTUM,
     SHARDED,
     Contest,
@@ -146,7 +147,8 @@ def write_markdown(
     parts = [f"{_verdict_line(outcomes)} Obtained with: {facts}."]
     for outcome in outcomes:
         parts.append(markdown_table(table_of(suite, outcome)).strip())
-    section = f"{_SECTION} --{suite.name}" if suite.name == SHARDED.name else _SECTION
+    own = suite.name in (SHARDED.name, LARGE.name)
+    section = f"{_SECTION} --{suite.name}" if own else _SECTION
     replace_section(path, section, "\n\n".join(parts))
 
 

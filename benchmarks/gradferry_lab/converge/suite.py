@@ -111,6 +111,7 @@ class Contest:
     contestants: tuple[Contestant, ...]
     ruler_seeds: int
     seeds: int
+    num_ranks: int = NUM_RANKS
 
 
 @dataclass(frozen=True)
@@ -124,10 +125,17 @@ class Training:
     steps: int
     num_ranks: int
     cost: float
+    device: str = "cpu"
 
     def facts(self) -> dict[str, str | float | None]:
         """Keys of its row that tell it from all other trainings."""
-        size = {"seed": self.seed, "steps": self.steps, "ranks": self.num_ranks}
+        size: dict[str, str | int] = {
+            "seed": self.seed,
+            "steps": self.steps,
+            "ranks": self.num_ranks,
+        }
+        if self.device != "cpu":  # whose rounding is another
+            size["device"] = self.device
         return {"suite": self.suite, "task": self.task, **self.contestant.facts(), **size}
 
     @property
@@ -145,9 +153,8 @@ class Suite:
     name: str
     contests: tuple[Contest, ...]
     sigmas: float
-    num_ranks: int = NUM_RANKS
 
-    def trainings(self) -> Iterator[Training]:
+    def trainings(self, device: str = "cpu") -> Iterator[Training]:
         """Every training of every contest."""
         for contest in self.contests:
             for one in contest.contestants:
@@ -159,8 +166,9 @@ class Suite:
                         contestant=one,
                         seed=seed,
                         steps=contest.steps,
-                        num_ranks=self.num_ranks,
+                        num_ranks=contest.num_ranks,
                         cost=contest.steps * contest.cost,
+                        device=device,
                     )
 
 
@@ -232,6 +240,30 @@ def _convex(gaps: Mapping[str, float]) -> tuple[Contestant, ...]:
     )
 
 
+def _muon() -> tuple[Contestant, ...]:
+    """Muon behind residuals, and below 3 bits in momentum mode instead of its own momentum, too."""
+    demands: Mapping[str, Demand | None] = {
+        "q8": _NEAR_MUON,
+        "q4": _NEAR_MUON,
+        "rht:bits=4": _NEAR_MUON,
+        "rht:bits=3": None,
+        "rht:bits=2": None,
+        "sign1": None,
+        "topk:ratio=0.04": None,
+    }
+    return (
+        Contestant("Muon", RULER, DENSE),
+        *(
+            Contestant("Muon", codec, "owner" if codec == "q8" else "both", demand)
+            for codec, demand in demands.items()
+        ),
+        *(
+            Contestant("Muon", codec, MOMENTUM, momentum=SGD_MOMENTUM)
+            for codec in ("exact", "rht:bits=2", "sign1")
+        ),
+    )
+
+
 def _judged(contest: Contest) -> Contest:
     """The contest without contestants that are not judged."""
     ruler, *others = contest.contestants
@@ -249,12 +281,14 @@ _VISION_ADAM = (
     *_warmed_up(Near(0.02, ratio=9), Near(0.06, ratio=10)),
 )
 _SGD = _sgd(0.003, 0.06)
+_NEAR_MUON = Near(0.005)
 
 FULL = Suite(
     name="full",
     contests=(
         Contest("tiny_text", 450, 0.08, _TEXT_ADAM, ruler_seeds=5, seeds=3),
         Contest("tiny_text", 450, 0.08, _SGD, ruler_seeds=5, seeds=3),
+        Contest("tiny_text", 450, 0.2, _muon(), ruler_seeds=5, seeds=3),
         Contest("tiny_vision", 400, 0.02, _VISION_ADAM, ruler_seeds=5, seeds=3),
         Contest("tiny_vision", 400, 0.02, _SGD, ruler_seeds=5, seeds=3),
         Contest("digits", 300, 0.014, _adam(0.003, 0.02, 0.06), ruler_seeds=5, seeds=3),
@@ -296,7 +330,36 @@ SHARDED = Suite(
     sigmas=2,
 )
 
-SUITES = {suite.name: suite for suite in (QUICK, FULL, SHARDED)}
+
+def _at_scale(codecs: Sequence[str]) -> tuple[Contestant, ...]:
+    """AdamW behind q4, and in momentum mode behind the codecs that need it."""
+    return (
+        Contestant("AdamW", RULER, DENSE),
+        Contestant("AdamW", "q4", "both"),
+        *(Contestant("AdamW", codec, MOMENTUM, momentum=_ADAMW_MOMENTUM) for codec in codecs),
+    )
+
+
+# Larger models than the bands were found with: reported, not judged.
+LARGE = Suite(
+    name="large",
+    contests=(
+        Contest(
+            "text_10m",
+            2000,
+            3.6,
+            _at_scale(("rht:bits=2", "sign1", "topk:ratio=0.04")),
+            ruler_seeds=2,
+            seeds=2,
+        ),
+        Contest(
+            "gpt2_small", 300, 80.0, _at_scale(("sign1",)), ruler_seeds=1, seeds=1, num_ranks=2
+        ),
+    ),
+    sigmas=2,
+)
+
+SUITES = {suite.name: suite for suite in (QUICK, FULL, SHARDED, LARGE)}
 
 
 def select(

@@ -57,17 +57,20 @@ def run_trainings(
         else:
             progress.part_done(event)
 
-    # All worlds have as many ranks as the trainings say; one run has trainings of one size.
-    (num_ranks,) = {training.num_ranks for training in trainings}
-    hands = [hand for hand in deal(trainings, num_worlds) if hand]
-    run_worlds(train_all, list(enumerate(hands)), num_ranks, on_event)
+    for num_ranks in sorted({training.num_ranks for training in trainings}):
+        alike = [training for training in trainings if training.num_ranks == num_ranks]
+        hands = [hand for hand in deal(alike, num_worlds) if hand]
+        run_worlds(train_all, list(enumerate(hands)), num_ranks, on_event)
 
 
 def deal(trainings: Sequence[Training], num_worlds: int) -> list[list[Training]]:
-    """Deals trainings to worlds, costly ones first, always to the world with the least to do."""
+    """Deals trainings to worlds, costly ones first, always to the world with the least to do.
+
+    First seeds come first, so that an interrupted run has something of every contestant.
+    """
     hands: list[list[Training]] = [[] for _ in range(num_worlds)]
     costs = [0.0] * num_worlds
-    for training in sorted(trainings, key=lambda training: -training.cost):
+    for training in sorted(trainings, key=lambda one: (-one.cost, one.seed)):
         world = costs.index(min(costs))
         hands[world].append(training)
         costs[world] += training.cost
@@ -96,6 +99,7 @@ def _train(emit: Emit, world: int, training: Training) -> TrainingRun:
         seed=training.seed,
         optimizer=contestant.optimizer,
         parallel=contestant.parallel,
+        device=training.device,
         on_step=on_step,
     )
 
@@ -112,6 +116,9 @@ def _row(training: Training, run: TrainingRun) -> dict[str, Any]:
         "final_metric": run.final_score,
         "wire_bytes": run.cumulative_wire_bytes[-1],
         "initial_loss": run.initial_loss,
+        "ms_per_step": run.ms_per_step,
+        "residual_bytes": run.residual_bytes,
+        "residual_ratio": run.residual_ratio,
         "curve": _curve(run, task.lowest_loss),
     }
 

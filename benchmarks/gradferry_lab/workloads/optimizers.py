@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from gradferry.core.names import closest
@@ -13,10 +13,11 @@ from gradferry.optim import OneBitAdam, momentum_mode
 from gradferry.reduction.averaging import Averaging
 from torch import nn
 
-OPTIMIZERS = ("AdamW", "SGD", "OneBitAdam")
+OPTIMIZERS = ("AdamW", "SGD", "OneBitAdam", "Muon")
 BETAS = (0.9, 0.95)  # of AdamW and OneBitAdam
 SGD_MOMENTUM = 0.9
-_WEIGHT_DECAY = 0.01  # of AdamW and OneBitAdam
+_WEIGHT_DECAY = 0.01  # of AdamW, OneBitAdam and Muon
+_MUON_RATE = 0.02  # with torch's own factor for the shape of a matrix
 
 
 class LearningRates(Protocol):
@@ -43,7 +44,7 @@ def check_optimizer(name: str) -> None:
 def make_optimizer(
     name: str,
     rates: LearningRates,
-    parameters: Iterable[nn.Parameter],
+    model: nn.Module,
     state: Averaging | None,
     *,
     fused: bool | None = None,
@@ -56,7 +57,7 @@ def make_optimizer(
     Args:
         name: one of OPTIMIZERS.
         rates: of the task.
-        parameters: of the model.
+        model: what is trained.
         state: of the hook; None for a hook of PyTorch's.
         fused: torch's fast AdamW, whose last bits differ; None is torch's own choice.
 
@@ -70,24 +71,64 @@ def make_optimizer(
                 "OneBitAdam needs a codec with momentum under DDP, not a hook of PyTorch's or FSDP2"
             )
         return OneBitAdam(
-            parameters,
+            model.parameters(),
             lr=rates.learning_rate,
             betas=BETAS,
             weight_decay=_WEIGHT_DECAY,
             freeze_step=state.config.warmup_steps,
             state=state,
         )
+    if name == "Muon":
+        return _Muon(model, rates.learning_rate, state)
     optimizer: torch.optim.Optimizer
     if name == "AdamW":
         optimizer = torch.optim.AdamW(
-            parameters,
+            model.parameters(),
             lr=rates.learning_rate,
             betas=BETAS,
             weight_decay=_WEIGHT_DECAY,
             fused=fused,
         )
     else:
-        optimizer = torch.optim.SGD(parameters, lr=rates.sgd_learning_rate, momentum=SGD_MOMENTUM)
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=rates.sgd_learning_rate, momentum=SGD_MOMENTUM
+        )
     if state is not None and state.config.momentum:
         momentum_mode(optimizer, state)
     return optimizer
+
+
+class _Muon(torch.optim.Optimizer):
+    """torch's Muon (Jordan et al. 2024) for hidden matrices, AdamW for all else: as one optimizer,
+    so that one schedule sets the rates of both.
+
+    Hidden matrices are the weights of `nn.Linear`, but for the last, which gives the outputs.
+    Behind a hook that keeps the momentum, Muon has none of its own, and the same rate.
+    """
+
+    takes_momentum = True
+
+    def __init__(self, model: nn.Module, adamw_rate: float, state: Averaging | None) -> None:
+        linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+        hidden = {id(weight) for weight in linear[:-1]}
+        keeps_momentum = state is not None and state.config.momentum != 0
+        own_momentum: dict[str, Any] = (
+            {"momentum": 0.0, "nesterov": False} if keeps_momentum else {}
+        )
+        rest = [each for each in model.parameters() if id(each) not in hidden]
+        self._parts = (
+            torch.optim.Muon(
+                linear[:-1], lr=_MUON_RATE, weight_decay=_WEIGHT_DECAY, **own_momentum
+            ),
+            torch.optim.AdamW(rest, lr=adamw_rate, betas=BETAS, weight_decay=_WEIGHT_DECAY),
+        )
+        if state is not None and keeps_momentum:
+            momentum_mode(self._parts[1], state)
+        super().__init__(model.parameters(), {})
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else closure()
+        for part in self._parts:
+            part.step()  # type: ignore[no-untyped-call]
+        return loss

@@ -18,6 +18,7 @@ from torch import nn
 
 from gradferry_lab.ranks.hosts import found_hosts
 from gradferry_lab.ranks.launch import gather_from_ranks
+from gradferry_lab.ranks.place import on_device, place_of_rank
 from gradferry_lab.workloads.hooks import HookHandle
 from gradferry_lab.workloads.optimizers import make_optimizer
 from gradferry_lab.workloads.parallel import DDP, mesh_for, parallelize
@@ -46,6 +47,8 @@ class TrainingRun:
     wire_bytes_formula: int  # of that rank, per step
     fp32_bytes: int  # per step: HookHandle.dense_bytes
     ms_per_step: float  # median over steps of the slowest rank
+    residual_bytes: int  # of one rank, as residual_ratio; 0 of PyTorch's hooks
+    residual_ratio: float  # norm of the worker's residual over that of the gradient, last step
 
     @property
     def wire_bytes_per_step(self) -> int:
@@ -100,31 +103,35 @@ class Training:
         seed: int,
         optimizer: str = "AdamW",
         parallel: str = DDP,
+        device: str = "cpu",
     ) -> None:
         """Builds the model, attaches the hook and validates once. For arguments and errors see
         `train`.
         """
         check_size(task, steps, dist.get_world_size())
         mesh = mesh_for(parallel, found_hosts())
+        place, group = place_of_rank(device)
         torch.manual_seed(seed)
         self.hook = hook
         self._task = task
-        self._trained = parallelize(task.build_model, hook, mesh, seed=seed)
+        self._trained = parallelize(
+            lambda: task.build_model().to(place), hook, mesh, group=group, seed=seed
+        )
         self._handle = self._trained.handle
-        parameters = self._trained.model.parameters()
-        self._optimizer = make_optimizer(optimizer, task, parameters, self._handle.state)
+        self._optimizer = make_optimizer(optimizer, task, self._trained.model, self._handle.state)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: _rate(step, steps)
+            self._optimizer, lambda step: rate_at(step, steps)
         )
         self._is_sharded = mesh is not None
+        self._place = place
         self._batches = _batches(task, seed)
-        initial = _validate(task, self._trained.whole())
+        initial = self._validate(self._trained.whole())
         self._run = _RankRun(initial, initial)
         self._trained.model.train()
 
     def step(self) -> float:
         """Trains one step; returns the loss of this rank's part of the batch, in nats."""
-        run, batch = self._run, next(self._batches)
+        run, batch = self._run, on_device(self._place, next(self._batches))
         started = time.perf_counter()
         self._optimizer.zero_grad()
         loss = self._task.mean_loss(self._trained.model, batch)
@@ -143,7 +150,7 @@ class Training:
 
     def validate_as_gathered(self) -> Sums:
         """Validates a sharded model on this rank's share, with parameters as FSDP2 gathers them."""
-        return _validate(self._task, self._trained.model, together=True)
+        return self._validate(self._trained.model, together=True)
 
     def finish(self) -> TrainingRun:
         """Validates, and returns the results of all ranks, the same on each. Raises DivergedError
@@ -152,12 +159,32 @@ class Training:
         run = self._run
         run.formula_bytes = self._handle.formula_bytes()
         model = self._trained.whole()
-        run.final = _validate(self._task, model)
+        run.final = self._validate(model)
         if self._is_sharded:
             run.gathered = self.validate_as_gathered()
         run.parameters_digest = _digest(model)
         ranks = [_RankRun.of(record) for record in gather_from_ranks(asdict(run))]
         return _combine(self._handle, ranks)
+
+    def _validate(self, model: nn.Module, *, together: bool = False) -> Sums:
+        """Over this rank's share of the validation data.
+
+        together: every rank calls the model equally often, as one that is sharded must be called.
+        """
+        model.eval()
+        task, loss, score, predictions = self._task, 0.0, 0.0, 0
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        share = task.validation[rank::world_size]
+        with torch.no_grad():
+            for inputs, targets in (on_device(self._place, batch) for batch in share):
+                outputs = model(inputs)
+                loss += task.loss(outputs, targets).item()
+                score += task.score(outputs, targets).item()
+                predictions += num_predictions(outputs)
+            if together and rank >= len(task.validation) % world_size > 0:
+                # Ranks before this one have one batch more.
+                model(on_device(self._place, task.validation[0][0]))
+        return Sums(loss, score, predictions)
 
 
 def train(
@@ -168,16 +195,19 @@ def train(
     seed: int,
     optimizer: str = "AdamW",
     parallel: str = DDP,
+    device: str = "cpu",
     on_step: OnStep | None = None,
 ) -> TrainingRun:
     """Trains `task` with `hook` on every rank of the default process group; call it on all.
 
     `optimizer` is one of OPTIMIZERS; its learning rate rises over the first 5 % of the steps, then
-    falls as a cosine. `parallel` is one of PARALLEL. Returns the same result on every rank. Raises
-    ConfigError as check_size, mesh_for, parallelize and make_optimizer do, DivergedError when ranks
-    end with different parameters.
+    falls as a cosine. `parallel` is one of PARALLEL; `device` is for `place_of_rank`. Returns the
+    same result on every rank. Raises ConfigError as check_size, mesh_for, parallelize and
+    make_optimizer do, DivergedError when ranks end with different parameters.
     """
-    training = Training(task, hook, steps=steps, seed=seed, optimizer=optimizer, parallel=parallel)
+    training = Training(
+        task, hook, steps=steps, seed=seed, optimizer=optimizer, parallel=parallel, device=device
+    )
     for step in range(1, steps + 1):
         loss = training.step()
         if on_step:
@@ -199,7 +229,7 @@ def check_size(task: Task, steps: int, num_ranks: int) -> None:
         )
 
 
-def _rate(step: int, steps: int) -> float:
+def rate_at(step: int, steps: int) -> float:
     """Factor of the learning rate at `step`, counted from 0."""
     warmup = max(1, round(_WARMUP * steps))
     if step < warmup:
@@ -214,26 +244,6 @@ def _batches(task: Task, seed: int) -> Iterator[Batch]:
     while True:
         inputs, targets = task.draw(generator)
         yield inputs[rank::world_size], targets[rank::world_size]
-
-
-def _validate(task: Task, model: nn.Module, *, together: bool = False) -> Sums:
-    """Over this rank's share of the validation data.
-
-    together: every rank calls the model equally often, as one that is sharded must be called.
-    """
-    model.eval()
-    loss, score, predictions = 0.0, 0.0, 0
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    share = task.validation[rank::world_size]
-    with torch.no_grad():
-        for inputs, targets in share:
-            outputs = model(inputs)
-            loss += task.loss(outputs, targets).item()
-            score += task.score(outputs, targets).item()
-            predictions += num_predictions(outputs)
-        if together and rank >= len(task.validation) % world_size > 0:
-            model(task.validation[0][0])  # ranks before this one have one batch more
-    return Sums(loss, score, predictions)
 
 
 def _digest(model: nn.Module) -> int:
@@ -254,6 +264,7 @@ def _combine(handle: HookHandle, ranks: list[_RankRun]) -> TrainingRun:
     busiest = max(ranks, key=lambda run: run.wire_bytes[-1])
     gathered = [run.gathered for run in ranks if run.gathered is not None]
     timed = [run.seconds[_UNTIMED_STEPS:] or run.seconds for run in ranks]
+    stats = handle.state.stats() if handle.state is not None else None
     return TrainingRun(
         hook=handle.name,
         num_ranks=len(ranks),
@@ -267,6 +278,8 @@ def _combine(handle: HookHandle, ranks: list[_RankRun]) -> TrainingRun:
         wire_bytes_formula=busiest.formula_bytes,
         fp32_bytes=handle.dense_bytes,
         ms_per_step=1000 * max(median(seconds) for seconds in timed),
+        residual_bytes=stats["residual_bytes"] if stats else 0,
+        residual_ratio=stats["worker_residual_ratio"] if stats else 0.0,
     )
 
 

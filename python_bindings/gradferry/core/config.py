@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -172,8 +173,8 @@ class Config:
         SMALL_CODEC, if that is coarse and the parameter is one of the smallest (SMALL_PERCENT).
 
         Args:
-            parameters: in the order of registration. The answer depends on nothing else, so that it
-                is the same on all ranks.
+            parameters: all of them. The answer depends on nothing else, so that it is the same on
+                all ranks.
         """
         by_rule = [self._codec_by_rule(parameter) for parameter in parameters]
         pairs = zip(parameters, by_rule, strict=True)
@@ -275,15 +276,17 @@ class Config:
 
 def _smallest(parameters: Sequence[Sized], names: Collection[str]) -> set[str]:
     """Those of `names`, smallest first, that together have at most SMALL_PERCENT of all elements.
-    Parameters of one size come in the order of registration.
+    All parameters of one size, as layers have them, are taken, or none.
     """
     sizes = {parameter.name: parameter.whole_size for parameter in parameters}
-    most, taken, small = SMALL_PERCENT * sum(sizes.values()), 0, set()
-    for name in sorted((name for name in sizes if name in names), key=sizes.__getitem__):
-        taken += 100 * sizes[name]
+    most, taken, small = SMALL_PERCENT * sum(sizes.values()), 0, set[str]()
+    ascending = sorted((name for name in sizes if name in names), key=sizes.__getitem__)
+    for size, alike in groupby(ascending, key=sizes.__getitem__):
+        group = set(alike)
+        taken += 100 * size * len(group)
         if taken > most:
             break
-        small.add(name)
+        small |= group
     return small
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from gradferry import _native
 from gradferry.core.agreement import (
@@ -244,7 +244,7 @@ class CommonParameters:
                 for name, start in zip(self.names, self.tensors, strict=True)
             },
             "outer_type": type(self.outer).__name__,
-            "outer": copy.deepcopy(self.outer.state_dict()),
+            "outer": _copied(self.outer.state_dict()),
         }
 
     @torch.no_grad()
@@ -269,12 +269,13 @@ class CommonParameters:
                     f"{tuple(start.shape)} and {start.dtype}, as this model needs; it was damaged, "
                     "or is of another model"
                 )
-        before = copy.deepcopy(self.outer.state_dict())
+        before = _copied(self.outer.state_dict())
         try:
             try:
                 if saved["outer_type"] != type(self.outer).__name__:
                     raise ValueError(f"{saved['outer_type']}")
-                self.outer.load_state_dict(saved["outer"])
+                # An optimizer goes on in the tensors that it loads, where they fit as they are.
+                self.outer.load_state_dict(_copied(saved["outer"]))
                 for tensor, kept in self.outer.state.items():
                     for key, value in kept.items():
                         if isinstance(value, torch.Tensor) and not (
@@ -292,6 +293,11 @@ class CommonParameters:
             raise
         for name, start in zip(self.names, self.tensors, strict=True):
             start.copy_(common[name])
+
+
+def _copied(state: Any) -> Any:
+    """The state of an optimizer with copies of its tensors, on the devices where they are."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), state)
 
 
 def _is_shard(parameter: torch.Tensor) -> bool:

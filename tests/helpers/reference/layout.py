@@ -73,14 +73,15 @@ def is_coarse(codec: str) -> bool:
     return bits < COARSE_BITS * TILE_ELEMENTS
 
 
-def small_names(parameters: Sequence[Parameter], rules: Rules = ()) -> list[str]:
+def small_names(parameters: Sequence[Parameter], rules: Rules = ()) -> set[str]:
     """Parameters that never have a coarse codec, but where a rule gives it."""
     counts = {p.name: p.count() for p in parameters}
     open_to_codecs = [p.name for p in parameters if resolve_codec(p, "", rules) == ""]
-    ascending = sorted(set(open_to_codecs), key=lambda n: (counts[n], open_to_codecs.index(n)))
-    while 100 * sum(counts[n] for n in ascending) > SMALL_PERCENT * sum(counts.values()):
-        ascending.pop()
-    return ascending
+    small = set(open_to_codecs)
+    while 100 * sum(counts[n] for n in small) > SMALL_PERCENT * sum(counts.values()):
+        largest = max(counts[n] for n in small)
+        small = {n for n in small if counts[n] < largest}
+    return small
 
 
 def resolve_codecs(

@@ -32,6 +32,7 @@ FILES = (
     "test_compressed_warmup.py",
     "test_elastic_alone.py",
     "test_workspace.py",
+    "test_diloco_device.py",
 )
 # What only the fake device has.
 ONLY_FAKE = re.compile(
