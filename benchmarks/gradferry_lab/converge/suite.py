@@ -209,7 +209,7 @@ def _whole_run(sign1: Demand | None) -> tuple[Contestant, ...]:
         "exact": None,
         "rht:bits=2": Near(0.01, ratio=12),
         "sign1": sign1,
-        "topk:ratio=0.04": None,
+        "topk:ratio=0.04": Near(0.02),
         _TOPK: None,
     }
     return tuple(
@@ -277,7 +277,7 @@ _TEXT_ADAM = (
 )
 _VISION_ADAM = (
     *_adam(0.003, 0.02, 0.06),
-    *_whole_run(None),
+    *_whole_run(Near(0.02, ratio=20)),
     *_warmed_up(Near(0.02, ratio=9), Near(0.06, ratio=10)),
 )
 _SGD = _sgd(0.003, 0.06)
@@ -289,7 +289,7 @@ FULL = Suite(
         Contest("tiny_text", 450, 0.08, _TEXT_ADAM, ruler_seeds=5, seeds=3),
         Contest("tiny_text", 450, 0.08, _SGD, ruler_seeds=5, seeds=3),
         Contest("tiny_text", 450, 0.2, _muon(), ruler_seeds=5, seeds=3),
-        Contest("tiny_vision", 400, 0.02, _VISION_ADAM, ruler_seeds=5, seeds=3),
+        Contest("tiny_vision", 400, 0.02, _VISION_ADAM, ruler_seeds=5, seeds=5),
         Contest("tiny_vision", 400, 0.02, _SGD, ruler_seeds=5, seeds=3),
         Contest("digits", 300, 0.014, _adam(0.003, 0.02, 0.06), ruler_seeds=5, seeds=3),
         Contest("digits", 300, 0.014, _sgd(0.003, 0.06), ruler_seeds=5, seeds=3),
