@@ -89,6 +89,8 @@ ELSEWHERE = {
     "convergence": "gradferry converge --full (an hour)",
     "sharded_loss_hsdp": "python benchmarks/sharded_loss.py --steps 200",
     "convergence_sharded": "gradferry converge --sharded (an hour)",
+    "convergence_large": f"gradferry converge --large --device cuda ({_GPU})",
+    "aggregate_error": f"python benchmarks/aggregate_error.py --device cuda ({_GPU})",
     "codec_peers": f"gradferry bench codec --codecs {' '.join(_CODECS)} --peers (its rows with a "
     "peer; needs pypiquant, bitsandbytes, hivemind)",
     "soak": "make soak HOURS=2",

@@ -300,6 +300,19 @@ def demo() -> str:
     return table([*heads, "times fewer", "ms per step"], map(line, rows))
 
 
+def aggregate_error() -> str:
+    """The error of means of eight ranks, by codec and step."""
+    rows = rows_of("aggregate_error", ranks=8)
+    places = list(dict.fromkeys((row["task"], row["step"]) for row in rows))
+
+    def line(codec: str) -> list[str]:
+        own = {(row["task"], row["step"]): row["vnmse"] for row in rows if row["codec"] == codec}
+        return [f"`{codec}`", *(f"{own[place]:.2g}" for place in places)]
+
+    heads = ["codec", *(f"`{task}`, step {step:,}" for task, step in places)]
+    return table(heads, map(line, dict.fromkeys(row["codec"] for row in rows)))
+
+
 def diloco() -> str:
     """Trainings of benchmarks/diloco.py."""
 
@@ -363,6 +376,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
         codec_h100,
         growth,
         demo,
+        aggregate_error,
         diloco,
         doctor,
     )

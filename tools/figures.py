@@ -33,6 +33,7 @@ from result_files import (
 PAGES = [
     ROOT / "README.md",
     *sorted(ROOT.glob("docs/guide/*.md")),
+    ROOT / "docs/results/convergence.md",
     ROOT / "docs/design/decisions.md",
     ROOT / "docs/design/performance.md",
     ROOT / "docs/results/sharded.md",
@@ -82,6 +83,15 @@ def _faster_outer_step(codec: str) -> str:
     return f"{rows[0]['outer_step_ms'] / rows[1]['outer_step_ms']:.1f}"
 
 
+def _error_by_ranks() -> str:
+    """The largest quotient of errors of a codec that differ in the number of ranks alone."""
+    by_place: dict[tuple[str, ...], list[float]] = {}
+    for row in rows_of("aggregate_error"):
+        place = tuple(str(row[key]) for key in ("task", "step", "codec"))
+        by_place.setdefault(place, []).append(row["vnmse"])
+    return f"{max(max(errors) / min(errors) for errors in by_place.values()):.2f}"
+
+
 def gpu_tests() -> str:
     """How many tests of the engine passed on the H100."""
     rows = json.loads((RESULTS / "gpu_check_h100.json").read_text())["rows"]
@@ -109,6 +119,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "fewer": lambda hook: f"{loss('tiny_text', hook)[1]:.1f}",
     "above": lambda task, hook: f"{100 * loss(task, hook)[0]:.2f} %",
     "two_deviations": lambda task: f"{200 * spread(task):.2f} %",
+    "aggregate_error_by_ranks": _error_by_ranks,
     "diloco_faster": lambda: _faster_outer_step("q4"),
     "diloco_faster_rht2": lambda: _faster_outer_step("rht:bits=2"),
 }

@@ -7,7 +7,7 @@ from gradferry import _native
 
 
 def squared_error(gradients: torch.Tensor, codec: str) -> float:
-    """Of the first mean of an exchange, without what was withheld before.
+    """The error of the first mean of an exchange, for which nothing was withheld before.
 
     Args:
         gradients: float32 (ranks, elements), contiguous, on the CPU.
@@ -23,5 +23,5 @@ def squared_error(gradients: torch.Tensor, codec: str) -> float:
 
 
 def squared_norm(gradients: torch.Tensor) -> float:
-    """Of the mean over ranks."""
+    """The squared norm of the mean over ranks: what an error is relative to."""
     return float(gradients.mean(0, dtype=torch.float64).square().sum())

@@ -155,6 +155,8 @@ def write_markdown(
 def _verdict_line(outcomes: Sequence[Outcome]) -> str:
     broken = broken_demands(outcomes)
     demands = sum(s.band is not None for outcome in outcomes for s in outcome.summaries)
+    if not demands:
+        return "Nothing is judged."
     if not broken:
         return f"All {demands} demands are met."
     return f"{len(broken)} of {demands} demands are not met: {'; '.join(broken)}."
