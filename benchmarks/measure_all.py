@@ -87,7 +87,6 @@ MEASUREMENTS = {
 _GPU = "on an H100"
 ELSEWHERE = {
     "convergence": "gradferry converge --full (an hour)",
-    "sharded_loss_hsdp": "python benchmarks/sharded_loss.py --steps 200",
     "convergence_sharded": "gradferry converge --sharded (an hour)",
     "convergence_large": f"gradferry converge --large --device cuda ({_GPU})",
     "aggregate_error": f"python benchmarks/aggregate_error.py --device cuda ({_GPU})",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 
 from gradferry.diagnosis import Diagnosis, Step
 from gradferry_lab.output.paired import Interval
@@ -107,25 +107,6 @@ def losses() -> str:
     hooks += ["sign1+momentum=0.8", "topk:ratio=0.01+momentum=0.8"]
     heads = ["hook", "loss against fp32", "times fewer bytes, whole training"]
     return table(heads, map(line, hooks))
-
-
-def replica_losses() -> str:
-    """Averages over replicas under FSDP2."""
-
-    def line(codec: str) -> list[str]:
-        rows = sorted(rows_of("sharded_loss_hsdp", codec=codec), key=lambda row: row["seed"])
-        values = [row["final_loss"] for row in rows]
-        how = "counted" if rows[0]["wire_bytes_measured"] else "computed"
-        return [
-            "uncompressed (`off`)" if codec == "off" else f"`{codec}`",
-            ", ".join(f"{value:.4f}" for value in values),
-            f"{fmean(values):.4f}",
-            f"{stdev(values):.4f}",
-            f"{rows[0]['wire_bytes_per_step']:,} ({how})",
-        ]
-
-    heads = ["averages", "validation loss by seed", "mean", "spread", "bytes per rank and step"]
-    return table(heads, map(line, ("off", "q4")))
 
 
 def sharded_losses() -> str:
@@ -368,7 +349,6 @@ TABLES: Mapping[str, Callable[..., str]] = {
         hosts,
         sharded,
         processor_time,
-        replica_losses,
         sharded_losses,
         local_stage,
         codec_cpu,

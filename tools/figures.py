@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from statistics import fmean
 
 from figure_tables import PLAIN_DDP, TABLES, ms, percent
 from result_files import (
@@ -40,12 +39,6 @@ PAGES = [
     ROOT / "docs/results/when_to_use.md",
 ]
 MARK = re.compile(r"<!-- figures: ([^>]+?) -->.*?<!-- end -->", re.DOTALL)
-
-
-def replicas_apart() -> str:
-    """How much higher q4's mean loss is where averages over replicas take it."""
-    q4, off = (rows_of("sharded_loss_hsdp", codec=codec) for codec in ("q4", "off"))
-    return percent(fmean(r["final_loss"] for r in q4) / fmean(r["final_loss"] for r in off) - 1)
 
 
 def plain_above() -> str:
@@ -108,7 +101,6 @@ FIGURES: dict[str, Callable[..., str]] = {
     "chosen": chosen,
     "gpu_tests": gpu_tests,
     "plain_above": plain_above,
-    "replicas_apart": replicas_apart,
     "sharded_deviations": lambda: f"{200 * spread('tiny_text', 'convergence_sharded'):.2f} %",
     "ms": lambda link, hook: ms(step(link, hook)["ms_median"]),
     "faster": lambda link, hook, than=PLAIN_DDP: (
