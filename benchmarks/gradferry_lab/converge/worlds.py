@@ -116,7 +116,6 @@ def _row(training: Training, run: TrainingRun) -> dict[str, Any]:
         "final_metric": run.final_score,
         "wire_bytes": run.cumulative_wire_bytes[-1],
         "initial_loss": run.initial_loss,
-        "ms_per_step": run.ms_per_step,
         "residual_bytes": run.residual_bytes,
         "residual_ratio": run.residual_ratio,
         "curve": _curve(run, task.lowest_loss),
