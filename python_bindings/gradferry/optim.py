@@ -19,8 +19,6 @@ from gradferry.reduction.momentum import end_momentum_mode
 
 __all__ = ["OneBitAdam", "momentum_mode"]
 
-_LEARN_A_VARIANCE = (torch.optim.AdamW, torch.optim.Adam)
-_LEARN_NONE = (torch.optim.SGD, torch.optim.Muon)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 Group: TypeAlias = dict[str, Any]  # of an optimizer's parameters, with their settings
 Momenta: TypeAlias = dict[torch.Tensor, float]  # that gradients of parameters arrive with
@@ -48,8 +46,6 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
     * **SGD**: its own momentum goes, and the learning rate is
       ``lr * (1 - dampening) / (1 - momentum)`` with its own: as much of every gradient is applied
       in all.
-    * **Muon** (`torch.optim.Muon`): its own momentum and Nesterov's step go. The learning rate
-      stays, because a step does not depend on how large the gradients are.
 
     The groups themselves stay as they are. So any schedule may set their learning rates and
     momenta, before this call or after it, groups may be added, and what is logged and saved are
@@ -75,8 +71,7 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
     ``takes_momentum = True``, so that the hook does not warn of it.
 
     Args:
-        optimizer: a `torch.optim` AdamW, Adam, SGD or Muon, or a ``ZeroRedundancyOptimizer`` of
-            one. Two optimizers of one model, such as Muon and AdamW, need a call each. The
+        optimizer: a `torch.optim` AdamW, Adam or SGD, or a ``ZeroRedundancyOptimizer`` of one. The
             variance of one that has stepped before is still that of gradients, so that its steps
             are shorter at first.
         state: of the hook, in momentum mode: a bound HookState, what `gradferry.fsdp.attach`
@@ -87,8 +82,8 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
 
     Raises:
         ConfigError: the hook has no momentum, and the optimizer is not in momentum mode; the hook
-            has warm-up steps, and the optimizer is SGD or Muon; the optimizer is another, or holds
-            a parameter that the hook does not reduce. A later ``step()`` raises it, too, for
+            has warm-up steps, and the optimizer is SGD; the optimizer is another, or holds a
+            parameter that the hook does not reduce. A later ``step()`` raises it, too, for
             parameters in groups that were added.
         StateError: the state is not bound.
     """
@@ -101,16 +96,16 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
             "momentum_mode() is for a hook that delivers momentum, and this one delivers gradients;"
             " attach with momentum=, such as 0.9"
         )
-    if type(stepping) not in (*_LEARN_A_VARIANCE, *_LEARN_NONE):
+    if type(stepping) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
         raise ConfigError(
-            f"momentum_mode() knows AdamW, Adam, SGD and Muon, not {type(stepping).__name__}: take "
-            "its own momentum away, and the learning rate times "
+            f"momentum_mode() knows AdamW, Adam and SGD, not {type(stepping).__name__}: take its "
+            "own momentum away, and the learning rate times "
             f"{_deviation(hook.config.momentum):.3g} where it divides by a variance"
         )
-    if type(stepping) in _LEARN_NONE and hook.config.warmup_steps:
+    if type(stepping) is torch.optim.SGD and hook.config.warmup_steps:
         raise ConfigError(
             f"warmup_steps={hook.config.warmup_steps}: so long the hook delivers gradients, and "
-            f"this {type(stepping).__name__} would have no momentum; attach without "
+            "this SGD would have no momentum, at a learning rate for momentum; attach without "
             "warmup_steps, which are for optimizers that learn a variance"
         )
     momenta = hook.momenta()
@@ -179,9 +174,7 @@ def _groups_for_momentum(optimizer: torch.optim.Optimizer, momenta: Momenta) -> 
 
 
 def _without_momentum(group: Group) -> Group:
-    """The group of an SGD or a Muon."""
-    if "dampening" not in group:
-        return {**group, "momentum": 0.0, "nesterov": False}
+    """The group of an SGD."""
     rate = group["lr"] * (1 - group["dampening"]) / (1 - group["momentum"])
     return {**group, "lr": rate, "momentum": 0, "dampening": 0, "nesterov": False}
 

@@ -118,37 +118,6 @@ def test_a_training_is_that_of_averages_over_their_own_deviation() -> None:
         assert bits(parameters) == bits(model.parameters()), step
 
 
-@pytest.mark.torch_core
-@on_ranks(1)
-def test_muon_orthogonalizes_the_momentum_that_arrives() -> None:
-    """A Muon without momentum, on averages made here, ends with the same bits: twice, with and
-    without a schedule's change of the rate.
-    """
-    torch.manual_seed(5)
-    model = nn.Linear(40, 30, bias=False)
-    twin = copy.deepcopy(model)
-    ddp = DistributedDataParallel(model)
-    state = hooked(ddp, "exact", momentum=0.5)
-    optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
-    before = settings(optimizer)
-    assert gradferry.optim.momentum_mode(optimizer, state) is optimizer
-    assert settings(optimizer) == before
-    plain = torch.optim.Muon(twin.parameters(), lr=0.02, momentum=0.0, nesterov=False)
-    average = torch.zeros(30, 40)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        inputs = torch.randn(4, 40)
-        ddp(inputs).square().mean().backward()
-        twin.zero_grad()
-        twin(inputs).square().mean().backward()
-        average = 0.5 * twin.weight.grad + 0.5 * average  # products by 0.5 are exact
-        twin.weight.grad.copy_(average)
-        for each in (optimizer, plain):
-            each.param_groups[0]["lr"] = 0.02 / (1 + step // 2)
-            each.step()
-        assert bits(model.parameters()) == bits(twin.parameters()), step
-
-
 def case_top_k() -> list[tuple[list[str], float, float]]:
     """Names, learning rate and decay of every group. One parameter travels as `exact`."""
     model = ChosenGradients(Scenario(WEIGHTS))

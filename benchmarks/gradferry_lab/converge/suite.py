@@ -17,7 +17,6 @@ DENSE = "dense"
 MOMENTUM = "momentum"
 EXACT = "exact"
 _WARMUP_SHARE = 0.25  # of the steps: OneBitAdam learns its variance meanwhile
-_MUON_MOMENTUM = 0.5  # in MOMENTUM: with more it ended higher
 _ADAMW_MOMENTUM = 0.8  # in MOMENTUM; docs/results/convergence.md has what others gave
 _TOPK = "topk:ratio=0.01"
 _COARSE_GAPS = {"sign1": 1e-6, _TOPK: 1e-6}  # to the optimum
@@ -242,13 +241,15 @@ def _convex(gaps: Mapping[str, float]) -> tuple[Contestant, ...]:
 
 
 def _muon() -> tuple[Contestant, ...]:
-    """Muon behind residuals, and in momentum mode instead of its own momentum."""
+    """Muon behind residuals, and below 3 bits in momentum mode instead of its own momentum, too."""
     demands: Mapping[str, Demand | None] = {
         "q8": _NEAR_MUON,
         "q4": _NEAR_MUON,
         "rht:bits=4": _NEAR_MUON,
         "rht:bits=3": None,
         "rht:bits=2": None,
+        "sign1": None,
+        "topk:ratio=0.04": None,
     }
     return (
         Contestant("Muon", RULER, DENSE),
@@ -257,8 +258,8 @@ def _muon() -> tuple[Contestant, ...]:
             for codec, demand in demands.items()
         ),
         *(
-            Contestant("Muon", codec, MOMENTUM, momentum=_MUON_MOMENTUM)
-            for codec in ("exact", "q4", "rht:bits=4", "rht:bits=2")
+            Contestant("Muon", codec, MOMENTUM, momentum=SGD_MOMENTUM)
+            for codec in ("exact", "rht:bits=2", "sign1")
         ),
     )
 
