@@ -241,26 +241,14 @@ def _convex(gaps: Mapping[str, float]) -> tuple[Contestant, ...]:
 
 
 def _muon() -> tuple[Contestant, ...]:
-    """Muon behind residuals, and below 3 bits in momentum mode instead of its own momentum, too."""
-    demands: Mapping[str, Demand | None] = {
-        "q8": _NEAR_MUON,
-        "q4": _NEAR_MUON,
-        "rht:bits=4": _NEAR_MUON,
-        "rht:bits=3": None,
-        "rht:bits=2": None,
-        "sign1": None,
-        "topk:ratio=0.04": None,
-    }
+    near = Near(0.005)
     return (
         Contestant("Muon", RULER, DENSE),
-        *(
-            Contestant("Muon", codec, "owner" if codec == "q8" else "both", demand)
-            for codec, demand in demands.items()
-        ),
-        *(
-            Contestant("Muon", codec, MOMENTUM, momentum=SGD_MOMENTUM)
-            for codec in ("exact", "rht:bits=2", "sign1")
-        ),
+        Contestant("Muon", "q8", "owner", near),
+        Contestant("Muon", "q4", "both", near),
+        Contestant("Muon", "rht:bits=4", "both", near),
+        Contestant("Muon", "rht:bits=3", "both"),
+        Contestant("Muon", "rht:bits=2", "both"),
     )
 
 
@@ -281,7 +269,6 @@ _VISION_ADAM = (
     *_warmed_up(Near(0.02, ratio=9), Near(0.06, ratio=10)),
 )
 _SGD = _sgd(0.003, 0.06)
-_NEAR_MUON = Near(0.005)
 
 FULL = Suite(
     name="full",

@@ -79,7 +79,9 @@ def make_optimizer(
             state=state,
         )
     if name == "Muon":
-        return _Muon(model, rates.learning_rate, state)
+        if state is not None and state.config.momentum:
+            raise ConfigError("Muon has a momentum of its own: name a hook without momentum=")
+        return _Muon(model, rates.learning_rate)
     optimizer: torch.optim.Optimizer
     if name == "AdamW":
         optimizer = torch.optim.AdamW(
@@ -103,27 +105,16 @@ class _Muon(torch.optim.Optimizer):
     so that one schedule sets the rates of both.
 
     Hidden matrices are the weights of `nn.Linear`, but for the last, which gives the outputs.
-    Behind a hook that keeps the momentum, Muon has none of its own, and the same rate.
     """
 
-    takes_momentum = True
-
-    def __init__(self, model: nn.Module, adamw_rate: float, state: Averaging | None) -> None:
+    def __init__(self, model: nn.Module, adamw_rate: float) -> None:
         linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
         hidden = {id(weight) for weight in linear[:-1]}
-        keeps_momentum = state is not None and state.config.momentum != 0
-        own_momentum: dict[str, Any] = (
-            {"momentum": 0.0, "nesterov": False} if keeps_momentum else {}
-        )
         rest = [each for each in model.parameters() if id(each) not in hidden]
         self._parts = (
-            torch.optim.Muon(
-                linear[:-1], lr=_MUON_RATE, weight_decay=_WEIGHT_DECAY, **own_momentum
-            ),
+            torch.optim.Muon(linear[:-1], lr=_MUON_RATE, weight_decay=_WEIGHT_DECAY),
             torch.optim.AdamW(rest, lr=adamw_rate, betas=BETAS, weight_decay=_WEIGHT_DECAY),
         )
-        if state is not None and keeps_momentum:
-            momentum_mode(self._parts[1], state)
         super().__init__(model.parameters(), {})
         self.param_groups = [group for part in self._parts for group in part.param_groups]
 
