@@ -23,6 +23,7 @@ from gradferry.ddp.auto import chosen_by
 from gradferry.errors import ConfigError, PeerError, StateError
 from gradferry.fsdp.model import Shard
 from gradferry.fsdp.state import REDUCE_SCATTER, REPLICAS
+from gradferry_lab.bench import aggregate_error
 from gradferry_lab.ranks.launch import run_ranks, run_worlds
 from gradferry_lab.workloads import TASKS, corpus, load_task
 from gradferry_lab.workloads.convex import (
@@ -41,6 +42,7 @@ from gradferry_lab.workloads.hooks import (
     steps_until_steady,
     timed_hooks,
 )
+from gradferry_lab.workloads.optimizers import make_optimizer
 from gradferry_lab.workloads.parallel import FSDP
 from gradferry_lab.workloads.sharded_bytes import Exchange
 from gradferry_lab.workloads.text import load_text
@@ -50,8 +52,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
+SLOW = ("gpt2_small",)  # half a minute
 
-@pytest.fixture(scope="module", params=sorted(TASKS))
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
+        for name in sorted(TASKS)
+    ],
+)
 def task(request):
     if request.param in ("vision", "digits"):
         pytest.importorskip("sklearn")
@@ -66,7 +76,13 @@ def test_task_draws_the_same_batches_for_the_same_seed(task):
     assert len(one[0]) == len(one[1]) == task.global_batch
 
 
-SIZES = {"text": (500e3, 1e6), "tiny_text": (400e3, 500e3), "digits": (20e3, 30e3)}
+SIZES = {
+    "text": (500e3, 1e6),
+    "tiny_text": (400e3, 500e3),
+    "text_10m": (10e6, 11e6),
+    "gpt2_small": (124e6, 125e6),
+    "digits": (20e3, 30e3),
+}
 
 
 def test_task_model_has_its_size_and_starts_near_a_uniform_guess(task):
@@ -79,6 +95,34 @@ def test_task_model_has_its_size_and_starts_near_a_uniform_guess(task):
     loss = task.mean_loss(model, task.validation[0])
     classes = model(task.validation[0][0]).shape[-1]
     assert loss.item() == pytest.approx(torch.tensor(classes).log().item(), rel=0.1)
+
+
+def test_muon_takes_hidden_matrices_and_leaves_the_rest_to_adamw():
+    task = load_task("tiny_text")
+    model = task.build_model()
+    optimizer = make_optimizer("Muon", task, model, None)
+    hidden, rest = optimizer.param_groups
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    taken = {names[parameter] for parameter in hidden["params"]}
+    assert taken == {n for p, n in names.items() if n.startswith("blocks") and p.dim() == 2}
+    assert {names[p] for p in rest["params"]} == set(names.values()) - taken
+    task.mean_loss(model, task.validation[0]).backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.step()
+    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert sum(moved) > len(moved) // 2  # behind outputs that are 0 at first, gradients are, too
+    behind = SimpleNamespace(config=SimpleNamespace(momentum=0.8))
+    with pytest.raises(ConfigError, match="Muon has a momentum of its own"):
+        make_optimizer("Muon", task, model, behind)
+
+
+def test_the_error_of_a_mean_is_its_distance_to_the_exact_one():
+    gradients = torch.tensor([[3.0, 0.0, 0.0, 0.0] * 1024, [1.0, 2.0, 0.0, 0.0] * 1024])
+    assert aggregate_error.squared_norm(gradients) == 1024 * (2.0**2 + 1.0**2)
+    assert aggregate_error.squared_error(gradients, "exact") == 0
+    # A quarter of the elements: 3 and 2 of the ranks, then 1.5 of the 1.5 and 1 that these give.
+    error = aggregate_error.squared_error(gradients, "topk:ratio=0.25")
+    assert error == 1024 * (0.5**2 + 1.0**2)
 
 
 def test_text_targets_are_the_bytes_that_follow_and_its_batches_have_limits():
