@@ -281,6 +281,42 @@ def demo() -> str:
     return table([*heads, "times fewer", "ms per step"], map(line, rows))
 
 
+def small_matrices() -> str:
+    """Losses over fp32's while the smallest matrices had the codec of all, and now: same seeds."""
+    before = rows_of("convergence_without_small")
+    now = rows_of("convergence")
+    places = (("tiny_text", "AdamW"), ("tiny_text", "SGD"), ("tiny_vision", "AdamW"))
+    places += (("tiny_vision", "SGD"),)
+
+    def line(codec: str, mode: str) -> list[str]:
+        cells = []
+        for task, optimizer in places:
+            facts = {"task": task, "optimizer": optimizer}
+            base = {
+                row["seed"]: row["final_loss"]
+                for row in rows_of("convergence", codec=PLAIN_DDP, **facts)
+            }
+            facts |= {"codec": codec, "mode": mode}
+            old, new = (
+                {r["seed"]: r for r in rows if all(r[k] == v for k, v in facts.items())}
+                for rows in (before, now)
+            )
+            means = [
+                percent(fmean(rows[seed]["final_loss"] / base[seed] - 1 for seed in old))
+                for rows in (old, new)
+                if old
+            ]
+            cells.append(", ".join(means))
+        return [
+            f"`{codec}`, {'momentum mode' if mode == 'momentum' else 'no momentum mode'}",
+            *cells,
+        ]
+
+    heads = ["", *(f"`{task}`, {optimizer}" for task, optimizer in places)]
+    kinds = dict.fromkeys((row["codec"], row["mode"]) for row in before)
+    return table(heads, (line(*kind) for kind in kinds))
+
+
 def aggregate_error() -> str:
     """The error of means of eight ranks, by codec and step."""
     rows = rows_of("aggregate_error", ranks=8)
@@ -356,6 +392,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
         codec_h100,
         growth,
         demo,
+        small_matrices,
         aggregate_error,
         diloco,
         doctor,

@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[2]
 ROW_KEYS = {
     "task", "optimizer", "codec", "mode", "momentum", "warmup", "seed", "final_loss",
     "final_metric", "wire_bytes", "suite", "source", "ranks", "steps", "initial_loss", "curve",
-    "residual_bytes", "residual_ratio",
 }  # fmt: skip
 CONTEST = Contest(
     task="convex",

@@ -111,9 +111,8 @@ def test_muon_takes_hidden_matrices_and_leaves_the_rest_to_adamw():
     optimizer.step()
     moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
     assert sum(moved) > len(moved) // 2  # behind outputs that are 0 at first, gradients are, too
-    behind = SimpleNamespace(config=SimpleNamespace(momentum=0.8))
-    with pytest.raises(ConfigError, match="Muon has a momentum of its own"):
-        make_optimizer("Muon", task, model, behind)
+    with pytest.raises(ConfigError, match="Muon is for the tasks text"):
+        make_optimizer("Muon", task, nn.Linear(3, 2), None)
 
 
 def test_the_error_of_a_mean_is_its_distance_to_the_exact_one():

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="suite",
         action="store_const",
         const="large",
-        help="models of ten and a hundred million parameters: a day on two cores, minutes on a GPU",
+        help="models of ten and a hundred million parameters: a day on two cores, an hour on a GPU",
     )
     size.add_argument(
         "--from",

@@ -241,6 +241,7 @@ def _convex(gaps: Mapping[str, float]) -> tuple[Contestant, ...]:
 
 
 def _muon() -> tuple[Contestant, ...]:
+    """Muon with its own momentum, and with the hook's instead."""
     near = Near(0.005)
     return (
         Contestant("Muon", RULER, DENSE),
@@ -249,6 +250,13 @@ def _muon() -> tuple[Contestant, ...]:
         Contestant("Muon", "rht:bits=4", "both", near),
         Contestant("Muon", "rht:bits=3", "both"),
         Contestant("Muon", "rht:bits=2", "both"),
+        Contestant("Muon", "rht:bits=2", "worker"),
+        Contestant("Muon", "rht:bits=2", "none"),
+        Contestant("Muon", "sign1", "both"),
+        *(
+            Contestant("Muon", codec, MOMENTUM, momentum=0.5)
+            for codec in ("exact", "q4", "rht:bits=4", "rht:bits=2")
+        ),
     )
 
 

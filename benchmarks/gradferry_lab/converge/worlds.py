@@ -64,13 +64,12 @@ def run_trainings(
 
 
 def deal(trainings: Sequence[Training], num_worlds: int) -> list[list[Training]]:
-    """Deals trainings to worlds, costly ones first, always to the world with the least to do.
-
-    First seeds come first, so that an interrupted run has something of every contestant.
+    """Deals trainings to worlds, first seeds and among them costly ones first, always to the world
+    with the least to do. So an interrupted run has something of every contestant.
     """
     hands: list[list[Training]] = [[] for _ in range(num_worlds)]
     costs = [0.0] * num_worlds
-    for training in sorted(trainings, key=lambda one: (-one.cost, one.seed)):
+    for training in sorted(trainings, key=lambda one: (one.seed, -one.cost)):
         world = costs.index(min(costs))
         hands[world].append(training)
         costs[world] += training.cost
@@ -116,8 +115,6 @@ def _row(training: Training, run: TrainingRun) -> dict[str, Any]:
         "final_metric": run.final_score,
         "wire_bytes": run.cumulative_wire_bytes[-1],
         "initial_loss": run.initial_loss,
-        "residual_bytes": run.residual_bytes,
-        "residual_ratio": run.residual_ratio,
         "curve": _curve(run, task.lowest_loss),
     }
 

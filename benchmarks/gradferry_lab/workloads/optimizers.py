@@ -79,9 +79,7 @@ def make_optimizer(
             state=state,
         )
     if name == "Muon":
-        if state is not None and state.config.momentum:
-            raise ConfigError("Muon has a momentum of its own: name a hook without momentum=")
-        return _Muon(model, rates.learning_rate)
+        return _Muon(model, rates.learning_rate, state)
     optimizer: torch.optim.Optimizer
     if name == "AdamW":
         optimizer = torch.optim.AdamW(
@@ -101,25 +99,33 @@ def make_optimizer(
 
 
 class _Muon(torch.optim.Optimizer):
-    """torch's Muon (Jordan et al. 2024) for hidden matrices, AdamW for all else: as one optimizer,
-    so that one schedule sets the rates of both.
+    """torch's Muon (Jordan et al. 2024) for matrices of a model's blocks, AdamW for all else: as
+    one optimizer, so that one schedule sets the rates of both.
 
-    Hidden matrices are the weights of `nn.Linear`, but for the last, which gives the outputs.
+    Behind a hook that keeps the momentum, Muon has none, and the same rate: the length of its steps
+    does not depend on that of gradients. Raises ConfigError for a model without blocks.
     """
 
-    def __init__(self, model: nn.Module, adamw_rate: float) -> None:
-        linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-        hidden = {id(weight) for weight in linear[:-1]}
-        rest = [each for each in model.parameters() if id(each) not in hidden]
-        self._parts = (
-            torch.optim.Muon(linear[:-1], lr=_MUON_RATE, weight_decay=_WEIGHT_DECAY),
-            torch.optim.AdamW(rest, lr=adamw_rate, betas=BETAS, weight_decay=_WEIGHT_DECAY),
-        )
+    takes_momentum = True  # both parts do, behind such a hook
+
+    def __init__(self, model: nn.Module, adamw_rate: float, state: Averaging | None) -> None:
+        named = [(f".{name}", each) for name, each in model.named_parameters()]
+        hidden = [each for name, each in named if ".blocks." in name and each.dim() == 2]
+        if not hidden:
+            raise ConfigError("Muon is for the tasks text, tiny_text, text_10m and gpt2_small")
+        rest = [each for _, each in named if not any(each is matrix for matrix in hidden)]
+        adamw = torch.optim.AdamW(rest, lr=adamw_rate, betas=BETAS, weight_decay=_WEIGHT_DECAY)
+        own_momentum: dict[str, Any] = {}
+        if state is not None and state.config.momentum:
+            momentum_mode(adamw, state)
+            own_momentum = {"momentum": 0.0, "nesterov": False}
+        muon = torch.optim.Muon(hidden, lr=_MUON_RATE, weight_decay=_WEIGHT_DECAY, **own_momentum)
+        self._parts: tuple[Any, ...] = (muon, adamw)
         super().__init__(model.parameters(), {})
         self.param_groups = [group for part in self._parts for group in part.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else closure()
         for part in self._parts:
-            part.step()  # type: ignore[no-untyped-call]
+            part.step()
         return loss

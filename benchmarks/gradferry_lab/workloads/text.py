@@ -54,7 +54,7 @@ TINY = TextSize(
 )
 
 
-# 10.8 M parameters, of which all but 2 % are in blocks, as in models that people train.
+# 10.9 M parameters, of which all but 2 % are in blocks, as in models that people train.
 TEN_MILLION = TextSize(
     context=128,
     width=384,

@@ -47,8 +47,6 @@ class TrainingRun:
     wire_bytes_formula: int  # of that rank, per step
     fp32_bytes: int  # per step: HookHandle.dense_bytes
     ms_per_step: float  # median over steps of the slowest rank
-    residual_bytes: int  # of one rank, as residual_ratio; 0 of PyTorch's hooks
-    residual_ratio: float  # norm of the worker's residual over that of the gradient, last step
 
     @property
     def wire_bytes_per_step(self) -> int:
@@ -264,7 +262,6 @@ def _combine(handle: HookHandle, ranks: list[_RankRun]) -> TrainingRun:
     busiest = max(ranks, key=lambda run: run.wire_bytes[-1])
     gathered = [run.gathered for run in ranks if run.gathered is not None]
     timed = [run.seconds[_UNTIMED_STEPS:] or run.seconds for run in ranks]
-    stats = handle.state.stats() if handle.state is not None else None
     return TrainingRun(
         hook=handle.name,
         num_ranks=len(ranks),
@@ -278,8 +275,6 @@ def _combine(handle: HookHandle, ranks: list[_RankRun]) -> TrainingRun:
         wire_bytes_formula=busiest.formula_bytes,
         fp32_bytes=handle.dense_bytes,
         ms_per_step=1000 * max(median(seconds) for seconds in timed),
-        residual_bytes=stats["residual_bytes"] if stats else 0,
-        residual_ratio=stats["worker_residual_ratio"] if stats else 0.0,
     )
 
 

@@ -27,9 +27,9 @@ CHUNK_BYTES = _native.CHUNK_BYTES  # at most, per owner, stage and chunk
 # trainings end worse without momentum mode.
 COARSE_BITS = 3.0
 # The smallest matrices, which together hold at most this percentage of all elements, travel with
-# SMALL_CODEC instead of a codec below COARSE_BITS. First and last layers are often among them, and
-# much of the loss that a coarse codec costs comes from there. SMALL_CODEC adds about 0.1 bit per
-# element of the model to what is sent.
+# SMALL_CODEC instead of a codec below COARSE_BITS. On images, whose first and last layers are among
+# them, most of the loss that a coarse codec costs comes from there. SMALL_CODEC adds at most about
+# 0.1 bit per element of the model to what is sent.
 SMALL_PERCENT = 3
 
 
@@ -275,7 +275,7 @@ class Config:
 
 
 def _smallest(parameters: Sequence[Sized], names: Collection[str]) -> set[str]:
-    """Those of `names`, smallest first, that together have at most SMALL_PERCENT of all elements.
+    """Picks from `names`, smallest first, what together has at most SMALL_PERCENT of all elements.
     All parameters of one size, as layers have them, are taken, or none.
     """
     sizes = {parameter.name: parameter.whole_size for parameter in parameters}

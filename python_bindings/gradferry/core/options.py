@@ -24,9 +24,9 @@ class Options(TypedDict, total=False):
             (elements). The first rule that matches a parameter gives its codec; a rule that matches
             no parameter causes a warning. Other parameters get ``exact`` if they have at most one
             dimension or fewer than 1024 elements, else ``codec``. If that has less than 3 bits per
-            element, the smallest of them, which together have at most 3 % of the elements of all
-            parameters, get ``q4``, of equally large ones all or none: much of the loss that such
-            codecs cost comes from small matrices. So in a `warmup` of less than 3 bits.
+            element, the smallest of them, which together have at most 3 % of all elements that are
+            averaged, get ``q4``, of equally large ones all or none: on images most of the loss that
+            such codecs cost comes from them. The same holds for a `warmup` of less than 3 bits.
             ``{"min_dims": 2, "min_size": 1024, "codec": "sign1"}`` as the last rule sends them with
             ``sign1``, too. float64 and complex parameters are always ``exact``.
         error_feedback: which residuals are kept: ``"none"``, ``"owner"``, ``"worker"``,

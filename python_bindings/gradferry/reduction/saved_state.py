@@ -315,11 +315,13 @@ def _check_layout(saved: object, mine: str, codec: str | None, *, named: bool) -
     if same(saved, mine):
         return
     difference = _layout_difference(saved, mine, "this hook", named=named)
-    if difference and _had_no_small_matrices(saved, mine, codec):
-        rule = {"min_dims": 2, "min_size": _native.EXEMPT_MAX_SIZE + 1, "codec": codec}
+    if difference and _had_no_small_matrices(saved, mine, codec, named=named):
+        dims, size = _native.EXEMPT_MAX_DIMS + 1, _native.EXEMPT_MAX_SIZE + 1
+        rule = {"min_dims": dims, "min_size": size, "codec": codec}
         raise StateError(
             f"the saved state is of a hook that sent the smallest matrices with {codec}, too: "
-            f"{difference}; load it with {rule!r} as the last of rules=, which restores that"
+            f"{difference}; load it with {rule!r} as the last of rules=, which restores that, or "
+            "go on without it, where other averages of the model have another codec"
         )
     if difference:
         raise StateError(
@@ -328,17 +330,25 @@ def _check_layout(saved: object, mine: str, codec: str | None, *, named: bool) -
         )
 
 
-def _had_no_small_matrices(saved: object, mine: str, codec: str | None) -> bool:
+def _had_no_small_matrices(saved: object, mine: str, codec: str | None, *, named: bool) -> bool:
     """Whether a layout is like this one, but for parameters that had the codec asked for and have
     SMALL_CODEC here: those of gradferry before there was `Config.codecs_of`, for example.
+
+    named: whether names count.
     """
+    ignored = {} if named else {"name": ""}
     try:
         return all(
-            they == we or (we["codec"] == str(SMALL_CODEC) and they == {**we, "codec": codec})
+            {**they, **ignored}
+            in ({**we, **ignored}, _before_it_was_small({**we, **ignored}, codec))
             for they, we in zip(_parameters(saved), _parameters(mine), strict=True)
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return False
+
+
+def _before_it_was_small(parameter: dict[str, Any], codec: str | None) -> dict[str, Any]:
+    return {**parameter, "codec": codec} if parameter["codec"] == str(SMALL_CODEC) else parameter
 
 
 def _parameters(layout: object) -> list[dict[str, Any]]:
