@@ -337,7 +337,8 @@ def diloco() -> str:
         codec = "fp32 (`off`)" if row["codec"] == "off" else f"`{row['codec']}`"
         every = "step" if row["synchronous"] else "outer step"
         outer = "" if row["outer_step_ms"] is None else ms(row["outer_step_ms"])
-        losses = [f"{row['loss']:.4f}", f"{row['spread']:.4f}"]
+        spread = f"{row['spread']:.4f}" if len(row["losses"]) > 1 else ""
+        losses = [f"{row['loss']:.4f}", spread]
         seconds = "" if row["seconds"] is None else f"{row['seconds']:.0f}"
         whole = [seconds, f"{row['bytes'] / 1e6:.1f}"]
         return [row["optimizer"], f"{codec}, every {every}", *losses, outer, *whole]
