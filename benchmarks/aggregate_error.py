@@ -10,7 +10,6 @@ before is not there: an exchange with error feedback makes up for this error lat
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from gradferry.core.parameters import describe_parameters
 from gradferry_lab.bench.aggregate_error import squared_error, squared_norm
 from gradferry_lab.flags import add_json
 from gradferry_lab.output.json_file import write_json
+from gradferry_lab.ranks.place import on_device
 from gradferry_lab.workloads import load_task
 from gradferry_lab.workloads.optimizers import make_optimizer
 from gradferry_lab.workloads.task import Batch, Task
@@ -33,7 +33,7 @@ Gradients = dict[str, torch.Tensor]  # by parameter: float32 (ranks, elements), 
 
 
 def gradients_of_ranks(task: Task, model: nn.Module, batch: Batch) -> Gradients:
-    """Those of the largest world: each rank's of its part of the batch."""
+    """Gradients of the ranks of the largest world, each of its part of the batch."""
     found: dict[str, list[torch.Tensor]] = {name: [] for name, _ in model.named_parameters()}
     for rank in range(WORLD_SIZES[-1]):
         model.zero_grad()
@@ -47,17 +47,13 @@ def gradients_of_ranks(task: Task, model: nn.Module, batch: Batch) -> Gradients:
 
 def errors(model: nn.Module, gradients: Gradients) -> Iterator[dict[str, Any]]:
     """One row for every codec and world size."""
+    named = [(name, parameter.detach().cpu()) for name, parameter in model.named_parameters()]
+    norms = {w: sum(squared_norm(each[:w]) for each in gradients.values()) for w in WORLD_SIZES}
     for codec in CODECS:
-        layout = describe_parameters(
-            list(copy.deepcopy(model).cpu().named_parameters()), make_config(codec), exchanges=True
-        )
+        layout = describe_parameters(named, make_config(codec), exchanges=True)
         for ranks in WORLD_SIZES:
-            error = norm = 0.0
-            for parameter in layout:
-                part = gradients[parameter.name][:ranks]
-                error += squared_error(part, str(parameter.codec))
-                norm += squared_norm(part)
-            yield {"codec": codec, "ranks": ranks, "vnmse": error / norm}
+            error = sum(squared_error(gradients[p.name][:ranks], str(p.codec)) for p in layout)
+            yield {"codec": codec, "ranks": ranks, "vnmse": error / norms[ranks]}
 
 
 def record(name: str, device: str) -> Iterator[dict[str, Any]]:
@@ -69,8 +65,7 @@ def record(name: str, device: str) -> Iterator[dict[str, Any]]:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps[-1]))
     generator = torch.Generator().manual_seed(0)
     for step in range(1, steps[-1] + 1):
-        inputs, targets = task.draw(generator)
-        batch = inputs.to(device), targets.to(device)
+        batch = on_device(torch.device(device), task.draw(generator))
         if step in steps:
             gradients = gradients_of_ranks(task, model, batch)
             for row in errors(model, gradients):

@@ -12,6 +12,7 @@ from result_files import (
     PLAIN_DDP,
     Row,
     command,
+    excess_over,
     faster,
     loss,
     rows_of,
@@ -283,37 +284,24 @@ def demo() -> str:
 
 def small_matrices() -> str:
     """Losses over fp32's while the smallest matrices had the codec of all, and now: same seeds."""
-    before = rows_of("convergence_without_small")
-    now = rows_of("convergence")
-    places = (("tiny_text", "AdamW"), ("tiny_text", "SGD"), ("tiny_vision", "AdamW"))
-    places += (("tiny_vision", "SGD"),)
+    places = [(task, one) for task in ("tiny_text", "tiny_vision") for one in ("AdamW", "SGD")]
+
+    def cell(codec: str, mode: str, task: str, optimizer: str) -> str:
+        facts = {"task": task, "optimizer": optimizer}
+        base = rows_of("convergence", codec=PLAIN_DDP, **facts)
+        facts |= {"codec": codec, "mode": mode}
+        before = rows_of("convergence_without_small", **facts)
+        seeds = {row["seed"] for row in before}
+        now = [row for row in rows_of("convergence", **facts) if row["seed"] in seeds]
+        return ", ".join(percent(excess_over(base, rows)) for rows in (before, now) if rows)
 
     def line(codec: str, mode: str) -> list[str]:
-        cells = []
-        for task, optimizer in places:
-            facts = {"task": task, "optimizer": optimizer}
-            base = {
-                row["seed"]: row["final_loss"]
-                for row in rows_of("convergence", codec=PLAIN_DDP, **facts)
-            }
-            facts |= {"codec": codec, "mode": mode}
-            old, new = (
-                {r["seed"]: r for r in rows if all(r[k] == v for k, v in facts.items())}
-                for rows in (before, now)
-            )
-            means = [
-                percent(fmean(rows[seed]["final_loss"] / base[seed] - 1 for seed in old))
-                for rows in (old, new)
-                if old
-            ]
-            cells.append(", ".join(means))
-        return [
-            f"`{codec}`, {'momentum mode' if mode == 'momentum' else 'no momentum mode'}",
-            *cells,
-        ]
+        how = "momentum mode" if mode == "momentum" else "no momentum mode"
+        return [f"`{codec}`, {how}", *(cell(codec, mode, *place) for place in places)]
 
     heads = ["", *(f"`{task}`, {optimizer}" for task, optimizer in places)]
-    kinds = dict.fromkeys((row["codec"], row["mode"]) for row in before)
+    rows = rows_of("convergence_without_small")
+    kinds = dict.fromkeys((row["codec"], row["mode"]) for row in rows)
     return table(heads, (line(*kind) for kind in kinds))
 
 

@@ -66,7 +66,6 @@ def loss(task: str, hook: str, optimizer: str = "AdamW") -> tuple[float, float]:
     momentum = float(options[0].removeprefix("momentum=")) if options else None
     modes = ("momentum",) if options else ("dense", "owner", "both")
     base = rows_of("convergence", task=task, optimizer=optimizer, codec=PLAIN_DDP)
-    by_seed = {row["seed"]: row for row in base}
     rows = [
         row
         for row in rows_of("convergence", task=task, optimizer=optimizer, codec=codec)
@@ -74,9 +73,14 @@ def loss(task: str, hook: str, optimizer: str = "AdamW") -> tuple[float, float]:
     ]
     if not rows:
         raise FigureError(f"convergence.json has no rows of {hook} on {task}")
-    excess = fmean(row["final_loss"] / by_seed[row["seed"]]["final_loss"] - 1 for row in rows)
     ratio = fmean(row["wire_bytes"] for row in base) / fmean(row["wire_bytes"] for row in rows)
-    return excess, ratio
+    return excess_over(base, rows), ratio
+
+
+def excess_over(base: list[Row], rows: list[Row]) -> float:
+    """Loss over that of `base` with the same seed, minus 1, mean over the seeds of `rows`."""
+    by_seed = {row["seed"]: row["final_loss"] for row in base}
+    return fmean(row["final_loss"] / by_seed[row["seed"]] - 1 for row in rows)
 
 
 def spread(task: str, file: str = "convergence") -> float:
@@ -88,9 +92,8 @@ def spread(task: str, file: str = "convergence") -> float:
 
 def sharded_loss(hook: str) -> float:
     """`convergence_sharded.json`: loss over fp32's with the same seed, minus 1, mean over seeds."""
-    base = {row["seed"]: row for row in rows_of("convergence_sharded", codec=PLAIN_DDP)}
-    rows = rows_of("convergence_sharded", codec=hook)
-    return fmean(row["final_loss"] / base[row["seed"]]["final_loss"] - 1 for row in rows)
+    rows, base = (rows_of("convergence_sharded", codec=codec) for codec in (hook, PLAIN_DDP))
+    return excess_over(base, rows)
 
 
 def faster(row: Row, than: Row) -> Interval:
