@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn import functional
 from gradferry_lab.workloads.corpus import SYMPY_VERSION, source_files
 from gradferry_lab.workloads.task import Batch, Task, in_batches
 
+Content = TypeVar("Content")  # of a file: bytes, or what they were cut into
 _NUM_BYTES = 256  # the vocabulary: every byte value
 _VALIDATION_FILES = 10  # every 10th file is kept for validation
 _VALIDATION_BATCH = 32
@@ -73,7 +75,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(_NUM_BYTES, size.width)
         self.position = nn.Parameter(torch.randn(size.context, size.width) * 0.02)
-        self.blocks = nn.Sequential(*(_Block(size.width, size.heads) for _ in range(size.layers)))
+        self.blocks = nn.Sequential(*(Block(size.width, size.heads) for _ in range(size.layers)))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, _NUM_BYTES, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -84,23 +86,23 @@ class Transformer(nn.Module):
         return scores
 
 
-class _Block(nn.Module):
-    """Causal self-attention, then a two-layer perceptron; each normed before and added after.
+class Block(nn.Module):
+    """Causal self-attention, then a two-layer perceptron; each normed before and added after."""
 
-    What is added is 0 at first: training gets further in few steps than from random outputs.
-    """
-
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(
+        self, width: int, heads: int, *, bias: bool = False, approximate: str = "none"
+    ) -> None:
+        """bias: of all but the perceptron's first layer, which has one. approximate: of GELU."""
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
-        self.attention_out = _zero_linear(width, width)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=bias)
+        self.attention_out = Added(width, width, bias)
         self.perceptron = nn.Sequential(
             nn.LayerNorm(width),
             nn.Linear(width, 4 * width),
-            nn.GELU(),
-            _zero_linear(4 * width, width),
+            nn.GELU(approximate),
+            Added(4 * width, width, bias),
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -117,10 +119,14 @@ class _Block(nn.Module):
         return result
 
 
-def _zero_linear(num_inputs: int, num_outputs: int) -> nn.Linear:
-    linear = nn.Linear(num_inputs, num_outputs, bias=False)
-    nn.init.zeros_(linear.weight)
-    return linear
+class Added(nn.Linear):
+    """What a block adds, which is 0 at first: training gets further in few steps than from random
+    outputs.
+    """
+
+    def __init__(self, num_inputs: int, num_outputs: int, bias: bool) -> None:
+        super().__init__(num_inputs, num_outputs, bias)
+        nn.init.zeros_(self.weight)
 
 
 def load_tiny_text() -> Task:
@@ -136,8 +142,7 @@ def load_text_10m() -> Task:
 def load_text(size: TextSize = SMALL, name: str = "text") -> Task:
     """A transformer of that size on the corpus. Raises ConfigError as `source_files` does."""
     files = source_files()
-    training = _as_tensor(file for i, file in enumerate(files) if not _is_validation(i))
-    held_out = _as_tensor(file for i, file in enumerate(files) if _is_validation(i))
+    training, held_out = (_as_tensor(part) for part in split(files))
     megabytes = (len(training) + len(held_out)) / 1e6
     return Task(
         name=name,
@@ -148,13 +153,16 @@ def load_text(size: TextSize = SMALL, name: str = "text") -> Task:
         learning_rate=size.learning_rate,
         sgd_learning_rate=0.025,
         build_model=lambda: Transformer(size),
-        draw=lambda generator: _draw(training, size, generator),
-        validation=_validation_batches(held_out, size),
+        draw=lambda generator: draw(training, size, generator),
+        validation=validation_batches(held_out, size),
     )
 
 
-def _is_validation(index: int) -> bool:
-    return index % _VALIDATION_FILES == _VALIDATION_FILES - 1
+def split(files: Sequence[Content]) -> tuple[list[Content], list[Content]]:
+    """Files to train on, and those that are kept for validation."""
+    last = _VALIDATION_FILES - 1
+    training = [file for i, file in enumerate(files) if i % _VALIDATION_FILES != last]
+    return training, list(files[last::_VALIDATION_FILES])
 
 
 def _as_tensor(files: Iterable[bytes]) -> torch.Tensor:
@@ -162,16 +170,20 @@ def _as_tensor(files: Iterable[bytes]) -> torch.Tensor:
 
 
 def _windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> Batch:
-    """Inputs and targets, int64 (number of starts, context): a target is the byte that follows."""
+    """Inputs and targets, int64 (number of starts, context): a target is what follows."""
     windows = text[starts[:, None] + torch.arange(context + 1)].long()
     return windows[:, :-1], windows[:, 1:]
 
 
-def _draw(text: torch.Tensor, size: TextSize, generator: torch.Generator) -> Batch:
+def draw(text: torch.Tensor, size: TextSize, generator: torch.Generator) -> Batch:
+    """Windows of a text, for one step."""
     starts = torch.randint(len(text) - size.context, (size.global_batch,), generator=generator)
     return _windows(text, starts, size.context)
 
 
-def _validation_batches(text: torch.Tensor, size: TextSize) -> list[Batch]:
+def validation_batches(
+    text: torch.Tensor, size: TextSize, windows: int = _VALIDATION_BATCH
+) -> list[Batch]:
+    """Windows of a text at equal distances, so many to a batch."""
     starts = torch.linspace(0, len(text) - size.context - 1, size.validation_windows).long()
-    return in_batches(*_windows(text, starts, size.context), _VALIDATION_BATCH)
+    return in_batches(*_windows(text, starts, size.context), windows)
