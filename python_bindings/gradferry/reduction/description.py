@@ -72,13 +72,13 @@ def describe(running: Running, stats: Stats) -> str:
         lines.append(f"  warm-up: {config.warmup_steps} steps with {config.warmup}")
     exempt = [p.name for p in parameters if not p.codec.lossy]
     if exempt:
-        lines.append(f"  exempt from compression: {_first_of(exempt)}")
+        lines.append(f"  exempt from compression: {_at_most_four(exempt)}")
     small = [p.name for p in parameters if p.is_small]
     if small:
         coarse = config.codec if config.codec.bits() < COARSE_BITS else config.warmup
         lines.append(
             f"  {SMALL_CODEC} instead of {coarse}, as the smallest matrices (at most "
-            f"{SMALL_PERCENT} % of all elements): {_first_of(small)}"
+            f"{SMALL_PERCENT} % of all elements): {_at_most_four(small)}"
         )
     if running.transport.exchanges:
         lines.append(_exchange_line(running))
@@ -91,8 +91,8 @@ def describe(running: Running, stats: Stats) -> str:
     return "\n".join(lines)
 
 
-def _first_of(names: Sequence[str]) -> str:
-    """At most four names, and how many others there are. Shards of one parameter count once."""
+def _at_most_four(names: Sequence[str]) -> str:
+    """These names, or four and how many others there are. Shards of one parameter count once."""
     different = list(dict.fromkeys(names))
     more = f", and {len(different) - 4} more" if len(different) > 4 else ""
     return ", ".join(different[:4]) + more
