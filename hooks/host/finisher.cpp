@@ -30,7 +30,7 @@ Workspace plan_host_workspace(const EngineOptions& options, const Layout& layout
   return plan_workspace(layout, options.chunk_bytes,
                         {.cap_bytes = options.workspace_cap_bytes,
                          .other_bytes = all_commits_bytes(options),
-                         .most_slots = kHostSlots,
+                         .most_slots = host_slots(options.chunk_bytes),
                          .gathers_in_place = true,
                          .siblings_share = siblings_share,
                          .collective = options.collective,
@@ -160,7 +160,9 @@ std::optional<size_t> Finisher::next_stage() const {
 }
 
 std::optional<size_t> Finisher::next_stage_of_peers() const {
-  const bool may_gather = waiting_[kGather].size() < kGathersInFlight;
+  // All-gathers in flight: with two of four, one travels while the other is decoded.
+  const size_t most_gathers = host_slots(options_.chunk_bytes) / 2;
+  const bool may_gather = waiting_[kGather].size() < most_gathers;
   if (may_gather && !waiting_[kScatter].empty()) return kScatter;
   if (!waiting_[kGather].empty()) return kGather;
   return std::nullopt;

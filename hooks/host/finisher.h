@@ -19,6 +19,7 @@
 // the chunk to the finisher.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <deque>
@@ -39,10 +40,12 @@
 namespace gradferry {
 
 // Chunks in flight, if their memory may be so large. Four keep both lanes busy: one is encoded, one
-// scattered, two gathered.
-inline constexpr size_t kHostSlots = 4;
-// All-gathers in flight: with two, one travels while the other is decoded.
-inline constexpr size_t kGathersInFlight = 2;
+// scattered, two gathered. Of smaller chunks more are in flight, so that a link with a long round
+// trip has as many bytes to carry.
+constexpr size_t host_slots(uint32_t chunk_bytes) {
+  constexpr size_t kFewest = 4, kMost = 16;
+  return std::clamp(kFewest * kChunkBytes / std::max(chunk_bytes, 1U), kFewest, kMost);
+}
 // Commits in flight: the finisher waits for one only if it has nothing else to do, or all are in
 // use.
 inline constexpr size_t kCommitSlots = 8;

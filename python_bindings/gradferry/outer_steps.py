@@ -21,6 +21,7 @@ from gradferry.core.agreement import (
     raise_first_mismatch,
     record_hash,
 )
+from gradferry.core.config import CHUNK_BYTES
 from gradferry.core.device import CPU
 from gradferry.core.meeting import meet, patience, say_failed
 from gradferry.core.options import Options, complete
@@ -44,7 +45,15 @@ REFUSED = (
 OUTER_STEP, FINISH = "an outer step", "finish()"  # what a rank has called
 
 
-class _OuterReducer(Reducer):
+class ReducerOfChanges(Reducer):
+    """Averages over a slow link, for which training waits."""
+
+    # With larger chunks ranks wait for each other a tenth of that time, while the link is idle.
+    # Over fast links chunks of a quarter cost up to a fifth more of the processors' time.
+    _CHUNK_BYTES = CHUNK_BYTES // 4
+
+
+class _OuterReducer(ReducerOfChanges):
     _RECOVERY_HINT = "DiLoCo goes on with other connections after rejoin()."
 
 

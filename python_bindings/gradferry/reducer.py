@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from gradferry import _native
-from gradferry.core.config import Config, make_config
+from gradferry.core.config import CHUNK_BYTES, Config, make_config
 from gradferry.core.device import CPU
 from gradferry.core.options import Options, takes_options
 from gradferry.errors import ConfigError, StateError
@@ -73,6 +74,7 @@ class Reducer(Averaging):
         StateError: there is no process group.
     """
 
+    _CHUNK_BYTES = CHUNK_BYTES
     _RECOVERY_HINT = (
         "This Reducer is finished, on all ranks. To go on, make a new one on every rank."
     )
@@ -98,7 +100,7 @@ class Reducer(Averaging):
         def propose_here() -> Running:
             if problem is not None:
                 raise problem
-            config = make_config(codec, options)
+            config = replace(make_config(codec, options), chunk_bytes=self._CHUNK_BYTES)
             check_config(config, named)
             record = {"way in": "Reducer", "bucket_cap_mb": bucket_cap(bucket_cap_mb)}
             return propose(config, members, device, named, record, self._RECOVERY_HINT)

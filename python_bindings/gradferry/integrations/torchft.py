@@ -21,7 +21,15 @@ from gradferry.core.config import make_config
 from gradferry.core.options import Options, takes_options
 from gradferry.core.warn import warn_or_log
 from gradferry.errors import ConfigError, PeerError, ProtocolError, StateError
-from gradferry.outer_steps import REFUSED, fade, options_of_changes, settle, take_up, withheld_by
+from gradferry.outer_steps import (
+    REFUSED,
+    ReducerOfChanges,
+    fade,
+    options_of_changes,
+    settle,
+    take_up,
+    withheld_by,
+)
 from gradferry.reducer import BUCKET_CAP_MB, Reducer, Work, bucket_cap, calls_of, check_config
 from gradferry.reduction.common_parameters import checked_decay
 
@@ -107,7 +115,7 @@ def compress(
     return averages
 
 
-class _FragmentReducer(Reducer):
+class _FragmentReducer(ReducerOfChanges):
     _RECOVERY_HINT = "torchft drops this step; the next average goes over other connections."
 
 
