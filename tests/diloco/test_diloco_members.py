@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from typing import Any, NoReturn
 from unittest import mock
@@ -13,81 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry.reduction import common_parameters
+from members import Alone, die, dying_inside, mean_of
 from outcomes import attempt
 from torch import nn
-from training_alone import residuals, summed
+from training_alone import summed
 from world import World, WorldError
 
 Worlds = Callable[[int], World]
 
-SHAPE = (96, 128)  # three tiles, so that three ranks own one
 LOST = (2, 3)
 LEFT = [0, 1]
-
-
-class Alone:
-    """A model that moves as a test says, under DiLoCo. The outer optimizer adds up averages."""
-
-    def __init__(
-        self, codec: str, group: dist.ProcessGroup | None, start: float = 0.0, nodes: Any = "auto"
-    ) -> None:
-        self.model = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
-        nn.init.constant_(self.model.weight, start)
-        self.model.weight.grad = torch.zeros(SHAPE)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.diloco = gradferry.DiLoCo(
-            self.model,
-            self.optimizer,
-            sync_every=1,
-            codec=codec,
-            outer=lambda common: torch.optim.SGD(common, lr=1.0),
-            group=group,
-            nodes=nodes,
-        )
-
-    def step(self, number: int) -> None:
-        """Moves by minus `change(rank, number)`: an outer step."""
-        with torch.no_grad():
-            self.model.weight -= change(dist.get_rank(), number)
-        self.optimizer.step()
-
-    def applied(self) -> torch.Tensor:
-        """The average of the last outer step."""
-        return self.diloco._common.changes[0].double()
-
-    def withheld(self) -> torch.Tensor:
-        """This rank's part of what the averages of all lack: worker / W + owner."""
-        saved = self.diloco.state_dict()["reducer"]
-        worker, owner = residuals(saved, self.diloco._reducer._started.tiles())
-        return (worker / saved["world_size"] + owner).view(SHAPE)
-
-
-def change(rank: int, number: int) -> torch.Tensor:
-    """Integers times 2^-8, of which fp32 holds sums and means over 2 and 4 ranks exactly."""
-    generator = torch.Generator().manual_seed(1000 * number + rank)
-    return torch.randint(-500, 500, SHAPE, generator=generator) * 2.0**-8
-
-
-def mean_of(ranks: list[int], number: int) -> torch.Tensor:
-    return torch.stack([change(rank, number).double() for rank in ranks]).mean(0)
-
-
-def die(*_: object, **__: object) -> NoReturn:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("unreachable")
-
-
-def die_inside(alone: Alone) -> None:
-    """Sends to the others, and ends before they have all."""
-    reducer = alone.diloco._reducer
-    begin = type(reducer).all_reduce
-
-    def send_and_die(tensors: Any) -> None:
-        begin(reducer, tensors, async_op=True)
-        die()
-
-    with mock.patch.object(reducer, "all_reduce", send_and_die):
-        alone.step(1)
 
 
 class Confirming:
@@ -142,7 +75,8 @@ def case_lost(where: str, codec: str) -> None:
         if where == "before":
             die()
         if where == "inside":
-            die_inside(alone)
+            with dying_inside():
+                alone.step(1)
         if where == "heard by nobody":
             with Confirming(die):
                 alone.step(1)
