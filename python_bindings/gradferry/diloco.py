@@ -154,7 +154,9 @@ class DiLoCo(OuterSteps):
             problem = error
         self._join(members, problem)
         _counted.update(self._optimizers)
-        self._handles = [o.register_step_post_hook(self._after_step) for o in self._optimizers]
+        # torch.compile(optimizer.step) would trace the hook, and cannot trace what ranks agree on.
+        after_step = torch.compiler.disable(self._after_step)  # type: ignore[no-untyped-call]
+        self._handles = [each.register_step_post_hook(after_step) for each in self._optimizers]
         index = WeakIdKeyDictionary(dict.fromkeys(self._common.parameters))
         refuse = refuse_others(self._optimizers)
         self._handles.append(call_after_steps(refuse, index=index, owner=self))
