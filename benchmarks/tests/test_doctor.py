@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import threading
 import warnings
@@ -27,8 +28,18 @@ from gradferry.ddp.trial import (
     Candidate,
     Outcome,
 )
-from gradferry.diagnosis import DEFAULT_HOOKS, TORCH_DTYPES, Diagnosis, Step, advise, examine
+from gradferry.diagnosis import (
+    DEFAULT_HOOKS,
+    TORCH_DTYPES,
+    Diagnosis,
+    Step,
+    advise,
+    advise_diloco,
+    examine,
+    suits_diloco,
+)
 from gradferry.errors import ConfigError
+from gradferry.outer_steps import hiding_period
 from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -85,6 +96,73 @@ def outcomes(ms: dict[str, float]) -> list[Outcome]:
 )
 def test_the_verdict_is_one_sentence(ms: dict[str, float], sentence: str) -> None:
     assert advise(outcomes(ms), 0.09, {"two-level": 2}) == sentence
+
+
+# A step without communication takes 125 ms, and a period 20 times as long as an outer step.
+@pytest.mark.parametrize(
+    ("ms", "period"),
+    [
+        ({"torch:fp32": 900, "q8": 500, "q4": 250}, "40 on an outer step of q4 "),
+        ({"torch:fp32": 900, "q8": 500, "q4": 249}, None),
+        ({"torch:fp32": 900, "torch:bf16": 249, "q4": 375}, None),
+        ({"torch:fp32": 900, "torch:bf16": 250, "q4": 375}, "60 on an outer step of q4 "),
+        ({"torch:fp32": 900, "q4 flat": 500, "q4 two-level": 375}, "60 on an outer step of q4 "),
+        # The fastest hook needs momentum mode.
+        ({"torch:fp32": 900, "q4": 375, "sign1": 125}, "60 on an outer step of q4 "),
+        ({"torch:fp32": 900, "rht:bits=3": 375, "q8": 625}, "60 on an outer step of rht:bits=3 "),
+        ({"torch:fp32": 900, "bf16": 750, "q8": 625}, "100 on an outer step of q8 "),
+        ({"torch:fp32": 900, "torch:bf16": 500}, None),
+    ],
+)
+def test_diloco_is_advised_where_no_hook_keeps_up(ms: dict[str, float], period: str | None) -> None:
+    end = advise_diloco(outcomes(ms), 0.125)
+    if period is None:
+        assert end == ""
+    else:
+        assert f"would: from sync_every={period}" in end
+        assert end.endswith(" takes at most 5% of a period")
+
+
+def test_a_period_hides_an_outer_step_that_is_a_twentieth_of_it() -> None:
+    assert hiding_period(100.0, 50.0) == 40
+    assert hiding_period(100.1, 50.0) == 41
+
+
+@on_ranks()
+def test_diloco_is_not_advised_where_it_would_train_something_else() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    assert suits_diloco(DistributedDataParallel(model))
+    apart = nn.Linear(3, 3)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(apart, ["bias"])
+    assert not suits_diloco(DistributedDataParallel(apart))
+    apart.bias.requires_grad_(False)
+    assert suits_diloco(DistributedDataParallel(apart))
+
+
+def case_behind() -> str:
+    """Verdicts of a trial whose clock says that every hook takes three times a step without."""
+    ddp = DistributedDataParallel(nn.Linear(300, 300))
+
+    def make_step(copied: DistributedDataParallel) -> Callable[[], None]:
+        return lambda: copied(torch.ones(4, 300)).sum().backward()
+
+    class Clock:
+        def mark(self) -> float:
+            return 0.0
+
+        def seconds(self, begin: float, end: float) -> float:
+            return next(times)
+
+    # A trial asks after the first counted step, and after all.
+    times = itertools.chain([0.125] * (1 + COUNTED_STEPS), itertools.repeat(0.375))
+    with mock.patch.object(diagnosis_module, "clock_of", return_value=Clock()):
+        return examine(ddp, make_step, ["torch:fp32", "q4"], lambda text: None).verdict
+
+
+def test_the_verdict_ends_with_the_period_of_diloco(world_of_2: World) -> None:
+    first, second = world_of_2.run(case_behind)
+    assert first == second
+    assert first.endswith("from sync_every=60 on an outer step of q4 takes at most 5% of a period.")
 
 
 def test_the_text_has_the_verdict_first_and_every_hook() -> None:

@@ -41,6 +41,7 @@ from gradferry.ddp.trial import (
     most_precise,
 )
 from gradferry.errors import ConfigError
+from gradferry.outer_steps import SMALL_PART, hiding_period
 
 __all__ = ["Diagnosis", "Step", "doctor"]
 
@@ -58,6 +59,9 @@ _BEFORE = 2  # steps: in the first DDP arranges its buckets, and the optimizer m
 
 # A step without communication that takes so many times a step with some tells of other work.
 _IMPOSSIBLE = 1.1
+# Where steps under the fastest hook take so many times a step without communication, none keeps up.
+_BEHIND = 2.0
+_OUTER_CODEC = "q4"  # that DiLoCo has unless it is told otherwise
 
 Progress = Callable[[str], None]
 
@@ -328,6 +332,8 @@ class _Examination:
             for outcome in sorted(trial.outcomes, key=lambda outcome: outcome.seconds)
         )
         verdict = advise(trial.outcomes, silent_s, self._options)
+        if suits_diloco(self._ddp):
+            verdict = f"{verdict.removesuffix('.')}{advise_diloco(trial.outcomes, silent_s)}."
         if self._on_one_host:
             verdict = f"On one host, {verdict[:1].lower()}{verdict[1:]}"
         return Diagnosis(
@@ -439,6 +445,36 @@ def advise(
     if fastest is not chosen:
         verdict += f"; {fastest.shown} is less precise and less than {TOLERANCE:.0%} faster"
     return f"{verdict}."
+
+
+def advise_diloco(outcomes: Sequence[Outcome], silent_s: float) -> str:
+    """The end of the verdict where no hook keeps up: from which period on DiLoCo would; else "".
+
+    Arguments as for `advise`.
+    """
+    ready = [each for each in outcomes if each.candidate.bits >= COARSE_BITS]
+    codecs = [each for each in outcomes if each.candidate.needs_memory]
+    if min(map(_seconds, ready)) < _BEHIND * silent_s or not codecs:
+        return ""
+    # Where q4 was not tried the most precise codec that is coarser, or else the next finer one.
+    most = parse_codec(_OUTER_CODEC).bits()
+    near = min(codecs, key=lambda o: (o.candidate.bits > most, abs(o.candidate.bits - most)))
+    same = [each for each in codecs if each.candidate.hook == near.candidate.hook]
+    # The whole step, and not what it takes beyond a step without communication: of its messages a
+    # part travels during the backward pass, and nothing computes beside an outer step.
+    outer_s = min(map(_seconds, same))
+    return (
+        f"; no hook keeps up, and gradferry.DiLoCo would: from sync_every="
+        f"{hiding_period(outer_s, silent_s)} on an outer step of {near.candidate.hook} takes at "
+        f"most {SMALL_PART:.0%} of a period"
+    )
+
+
+def suits_diloco(ddp: DistributedDataParallel) -> bool:
+    """Whether `DiLoCo` could train the model in place of a hook."""
+    # DiLoCo would average what DDP leaves to each rank.
+    own = set(ddp.parameters_to_ignore)
+    return not any(p.requires_grad and name in own for name, p in ddp.module.named_parameters())
 
 
 def _seconds(outcome: Outcome) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,15 @@ from gradferry.core.agreement import (
 )
 from gradferry.core.options import Options, takes_options
 from gradferry.errors import ConfigError, PeerError, StateError
-from gradferry.outer_steps import FINISH, OUTER_STEP, REFUSED, OuterSteps, options_of_changes
+from gradferry.outer_steps import (
+    FINISH,
+    OUTER_STEP,
+    REFUSED,
+    SMALL_PART,
+    OuterSteps,
+    hiding_period,
+    options_of_changes,
+)
 from gradferry.reducer import BUCKET_CAP_MB
 from gradferry.reduction.common_parameters import (
     CommonParameters,
@@ -39,7 +46,6 @@ __all__ = ["DiLoCo"]
 _counted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have a DiLoCo
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _FORMAT = 1
-_SMALL_PART = 0.05  # of the time of training that an outer step may take unnoticed
 _MOST_ALONE = 100  # steps of one of several optimizers, such as that of a critic
 
 
@@ -352,10 +358,10 @@ class DiLoCo(OuterSteps):
     def _advice(self) -> str:
         """The shortest period of which the last outer step is a small part, if that is longer."""
         inner_ms = self._period_ms / self._sync_every
-        enough = math.ceil(self._outer_ms / (_SMALL_PART * inner_ms)) if inner_ms else 0
+        enough = hiding_period(self._outer_ms, inner_ms) if inner_ms else 0
         if self._is_closed or enough <= self._sync_every:  # finish() ends a shorter period
             return ""
-        return f"; with sync_every={enough} it would be {_SMALL_PART:.0%} of that"
+        return f"; with sync_every={enough} it would be {SMALL_PART:.0%} of that"
 
     def __str__(self) -> str:
         elements = sum(each.numel() for each in self._common.tensors)

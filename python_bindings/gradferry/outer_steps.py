@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import uuid
 import weakref
@@ -43,6 +44,7 @@ REFUSED = (
     "check_every",
 )
 OUTER_STEP, FINISH = "an outer step", "finish()"  # what a rank has called
+SMALL_PART = 0.05  # of the time of training that an outer step may take unnoticed
 
 
 class ReducerOfChanges(Reducer):
@@ -300,6 +302,16 @@ class OuterSteps:
         if takes[me]:
             self._common.show()
         return any(bool(record.get("is_due")) for record in records)
+
+
+def hiding_period(outer_s: float, inner_s: float) -> int:
+    """The fewest inner steps of a period of which an outer step is `SMALL_PART` at most.
+
+    Args:
+        outer_s: duration of an outer step.
+        inner_s: of an inner step, in the same unit; above 0.
+    """
+    return math.ceil(outer_s / inner_s / SMALL_PART)
 
 
 # --- averages of changes, by a Reducer ----------------------------------------------------------
