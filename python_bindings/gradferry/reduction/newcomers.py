@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,13 +18,18 @@ from gradferry.errors import PeerError, ProtocolError
 # What an optimizer may keep of a parameter.
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
 _MOST_ENTRIES = 8  # of a parameter
+_OPTION_DTYPES = {
+    str(dtype): dtype
+    for dtype in (*_DTYPES.values(), torch.bfloat16, torch.float16, torch.int32, torch.bool)
+}
+_MOST_NUMBERS = 1 << 10  # in an option that is a tensor
 _State = dict[int, dict[str, Any]]
 
 
 def outline(optimizer: torch.optim.Optimizer) -> Record:
     """What an optimizer has, without the content of tensors: a record for `hand_on`.
 
-    Tensors of dtypes that optimizers do not use, and values that JSON has not, are left out.
+    Tensors of dtypes that optimizers do not use, and values that `_written` refuses, are left out.
     """
     saved = optimizer.state_dict()
     entries: list[list[Any]] = []
@@ -32,10 +39,7 @@ def outline(optimizer: torch.optim.Optimizer) -> Record:
                 entries.append([index, key, str(value.dtype), list(value.shape)])
             elif _is_plain(value):
                 entries.append([index, key, None, value])
-    groups = [
-        {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
-        for group in saved["param_groups"]
-    ]
+    groups = [_options_written(group) for group in saved["param_groups"]]
     return {"entries": entries, "groups": groups}
 
 
@@ -44,6 +48,70 @@ def _is_plain(value: object) -> bool:
         return json.loads(json.dumps(value, allow_nan=False)) is not None
     except (TypeError, ValueError):
         return False
+
+
+def _written(value: object) -> Any:
+    """An option as JSON, from which `_read` makes it with its type. Raises TypeError or
+    ValueError.
+
+    Numbers, texts, None and lists stand for themselves; all else is a dict of its kind.
+    """
+    if isinstance(value, torch.Tensor):
+        if str(value.dtype) not in _OPTION_DTYPES or value.numel() > _MOST_NUMBERS:
+            raise TypeError("no tensor of a few numbers")
+        numbers = _written(value.detach().flatten().tolist())
+        return {"tensor": [str(value.dtype), list(value.shape), numbers]}
+    if isinstance(value, tuple):
+        return {"tuple": [_written(each) for each in value]}
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError("JSON has no such keys")
+        return {"dict": {key: _written(each) for key, each in value.items()}}
+    if isinstance(value, list):
+        return [_written(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"number": str(float(value))}
+    return json.loads(json.dumps(value))
+
+
+def _text(written: object) -> str:
+    return json.dumps(written, sort_keys=True)
+
+
+def _options_written(group: Mapping[str, Any]) -> Record:
+    """The options of a group that can be written."""
+    options: Record = {}
+    for key, value in group.items():
+        with contextlib.suppress(TypeError, ValueError):
+            if key != "params":
+                options[key] = _written(value)
+    return options
+
+
+def _read(written: Any, device: torch.device) -> Any:
+    """An option that another rank has written, its tensors on a device. Raises ValueError,
+    TypeError or what torch raises, where `_written` returns no such thing.
+    """
+    if isinstance(written, list):
+        return [_read(each, device) for each in written]
+    if not isinstance(written, dict):
+        return written
+    ((kind, content),) = written.items()
+    if kind == "tuple" and isinstance(content, list):
+        return tuple(_read(each, device) for each in content)
+    if kind == "dict" and isinstance(content, dict):
+        return {key: _read(each, device) for key, each in content.items()}
+    if kind == "number":
+        return float(content)
+    if kind != "tensor":
+        raise ValueError(f"{kind!r} is no kind of option")
+    dtype, shape, numbers = content
+    numbers = _read(numbers, device)
+    if len(numbers) > _MOST_NUMBERS or not all(isinstance(each, int | float) for each in numbers):
+        raise ValueError("no tensor of a few numbers")
+    if not all(type(each) is int and each >= 0 for each in shape):
+        raise ValueError("no shape")
+    return torch.tensor(numbers, dtype=_OPTION_DTYPES[dtype], device=device).view(shape)
 
 
 def hand_on(
@@ -108,20 +176,28 @@ def hand_on(
 
 
 def adopt_options(optimizer: torch.optim.Optimizer, outlined: object) -> None:
-    """Takes over rates and other options from what `outline` returned elsewhere.
+    """Takes over rates and other options from what `outline` returned elsewhere. What is equal
+    already stays the same object; a tensor that is not is replaced by another, as
+    ``load_state_dict`` does.
 
     Raises:
-        ProtocolError: as `hand_on`.
+        ProtocolError: as `hand_on`. Nothing was changed.
     """
     _, groups = _checked(outlined, optimizer)
-    for own, given in zip(optimizer.param_groups, groups, strict=True):
-        own.update(given)
+    for own, options in zip(optimizer.param_groups, groups, strict=True):
+        mine = _options_written(own)
+        for key, (written, value) in options.items():
+            # Texts of 1, 1.0 and True differ.
+            if key not in mine or _text(mine[key]) != _text(written):
+                own[key] = value
 
 
 def _checked(
     outlined: object, optimizer: torch.optim.Optimizer
-) -> tuple[list[Any], list[Mapping[str, Any]]]:
-    """The entries and groups of an outline from another rank. Raises ProtocolError."""
+) -> tuple[list[Any], list[dict[str, tuple[Any, Any]]]]:
+    """The entries of an outline from another rank; and by group its options, as they were written
+    and as values. Raises ProtocolError.
+    """
     own = optimizer.param_groups
     places = [parameter for group in own for parameter in group["params"]]  # as state_dict() counts
     given = outlined if isinstance(outlined, dict) else {}
@@ -140,14 +216,24 @@ def _checked(
             else:
                 good = good and isinstance(content, int | float)
         good = good and len({(e[0], e[1]) for e in entries}) == len(entries)
-    except (TypeError, ValueError, IndexError):
+        options = [
+            {key: (each, _read(each, _place_of(own_group, key))) for key, each in group.items()}
+            for own_group, group in zip(own, groups if good else (), strict=good)
+        ]
+    except (TypeError, ValueError, LookupError, RuntimeError, OverflowError):
         good = False
     if not good:
         raise ProtocolError(
             f"what a rank says of its outer optimizer fits none of {len(places)} parameters: its "
             "state must have tensors of their shapes; start every rank with the same code"
         )
-    return entries, groups
+    return entries, options
+
+
+def _place_of(group: Mapping[str, Any], key: str) -> torch.device:
+    """Where a tensor of this option is; on the host, unless there is one elsewhere."""
+    mine = group.get(key)
+    return mine.device if isinstance(mine, torch.Tensor) else torch.device("cpu")
 
 
 def count_of(record: Mapping[str, Any], key: str) -> int:

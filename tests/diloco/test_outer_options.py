@@ -1,0 +1,153 @@
+"""Options of the outer optimizer reach who comes or comes back, with their values and types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradferry
+import pytest
+import torch
+import torch.distributed as dist
+from gradferry.errors import ProtocolError
+from gradferry.reduction.newcomers import adopt_options, outline
+from on_ranks import on_ranks
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+from training_alone import Plain, are_equal, bits_of, make, move, movements, of_all
+
+Group = dict[str, Any]
+
+
+def shown(value: Any) -> Any:
+    """A value with its type, in which two are equal only if both are."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, list | tuple):
+        return type(value).__name__, [shown(each) for each in value]
+    if isinstance(value, dict):
+        return "dict", {key: shown(each) for key, each in value.items()}
+    return type(value).__name__, value
+
+
+def described(group: Group) -> dict[str, Any]:
+    return {key: shown(value) for key, value in group.items() if key != "params"}
+
+
+def with_tensor(common: list[nn.Parameter]) -> torch.optim.Optimizer:
+    rate = torch.tensor(0.7, dtype=torch.float64)
+    return torch.optim.SGD(common, lr=rate, momentum=0.5, nesterov=True, foreach=False)
+
+
+@pytest.mark.parametrize("comes", ["new", "behind"])
+@on_ranks(2)
+def test_options_reach_who_comes(comes: str) -> None:
+    """Rank 0 has taken two outer steps alone, under a schedule, and has changed another option."""
+    rank, model = dist.get_rank(), Plain()
+    groups = [dist.new_group([each]) for each in range(2)]
+    if rank == 0 or comes == "behind":
+        optimizer, diloco = make(model, outer=with_tensor, group=groups[rank])
+        optimizer.step()
+        if rank == 0:
+            schedule = ExponentialLR(diloco.outer, 0.75)
+            optimizer.step()
+            schedule.step()
+            (group,) = diloco.outer.param_groups
+            group["foreach"] = None
+            group["pair"] = (0.5, torch.tensor(3))
+            diloco.rejoin()
+        else:
+            with pytest.warns(gradferry.GradferryWarning, match="others 2 without it"):
+                diloco.rejoin()
+    else:
+        optimizer, diloco = make(model, outer=with_tensor)
+    (group,) = diloco.outer.param_groups
+    found = described(group)
+    assert found["lr"] == ("torch.float64", 0.7 * 0.75)
+    assert found["foreach"] == ("NoneType", None)
+    assert found["pair"] == shown((0.5, torch.tensor(3)))
+    assert are_equal(of_all(found))
+    move(model, movements(model, rank))
+    optimizer.step()
+    assert are_equal(of_all(bits_of(model)))
+
+
+@on_ranks(2)
+def test_rates_in_tensors_that_differ_are_named() -> None:
+    model = Plain()
+    optimizer, diloco = make(model, outer=with_tensor)
+    if dist.get_rank() == 1:
+        diloco.outer.param_groups[0]["lr"].fill_(0.5)
+    with pytest.raises(gradferry.RankMismatchError, match=r"rank 1 differs .* in outer optimizer"):
+        optimizer.step()
+
+
+def optimizer_with(**options: Any) -> torch.optim.Optimizer:
+    parameter = nn.Parameter(torch.zeros(3))
+    return torch.optim.SGD([{"params": [parameter], **options}], lr=0.5)
+
+
+OPTIONS: dict[str, Any] = {
+    "none": None,
+    "flag": True,
+    "whole": 3,
+    "number": 0.1,
+    "no bound": float("inf"),
+    "whole number in fp": 1.0,
+    "text": "exact",
+    "list": [1, (2.0, None)],
+    "named": {"tensor": [1], "tuple": (0.9, torch.tensor(0.95))},
+    "half": torch.tensor([0.1, 3e-5], dtype=torch.bfloat16),
+    "mask": torch.tensor([[True, False]]),
+    "far": torch.tensor(2**62 + 1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_option_has_its_value_and_type(name: str) -> None:
+    there = optimizer_with(mine=OPTIONS[name])
+    here = optimizer_with(mine=1)
+    adopt_options(here, outline(there))
+    assert described(here.param_groups[0]) == described(there.param_groups[0])
+
+
+def test_what_is_equal_already_stays_the_same_object() -> None:
+    rate, pair = torch.tensor(0.5), (0.9, torch.tensor(0.95))
+    one, other = (optimizer_with(rate=rate.clone(), pair=pair) for _ in range(2))
+    mine = one.param_groups[0]["rate"]
+    adopt_options(one, outline(other))
+    assert one.param_groups[0]["rate"] is mine
+    assert one.param_groups[0]["pair"] is pair
+    other.param_groups[0]["rate"].fill_(0.25)
+    adopt_options(one, outline(other))
+    assert one.param_groups[0]["rate"] == 0.25
+
+
+def test_options_that_cannot_be_written_stay() -> None:
+    one, other = optimizer_with(mine=1), optimizer_with(mine=object())
+    adopt_options(one, outline(other))
+    assert one.param_groups[0]["mine"] == 1
+
+
+BAD: list[Any] = [
+    {"tensor": ["float32", [], [1.0, 2.0]]},
+    {"tensor": ["torch.float32", [-1], []]},
+    {"tensor": ["torch.float32", [2**40, 2**40], [1.0]]},
+    {"tensor": ["torch.int64", [], [2**70]]},
+    {"tensor": ["torch.int64", [], ["1"]]},
+    {"tensor": 7},
+    {"tuple": 7},
+    {"dict": [1]},
+    {"number": "x"},
+    {"another": []},
+    {},
+]
+
+
+@pytest.mark.parametrize("value", BAD, ids=range(len(BAD)))
+def test_damaged_options_are_refused(value: Any) -> None:
+    optimizer = optimizer_with(mine=1)
+    given = outline(optimizer)
+    given["groups"][0]["mine"] = value
+    with pytest.raises(ProtocolError, match="outer optimizer"):
+        adopt_options(optimizer, given)
+    assert optimizer.param_groups[0]["mine"] == 1
