@@ -322,14 +322,17 @@ def diloco() -> str:
     """Trainings of benchmarks/diloco.py."""
 
     def line(row: Row) -> list[str]:
-        codec = "fp32 (`off`)" if row["codec"] == "off" else f"`{row['codec']}`"
+        whose, codec = "", row["codec"]
+        if codec.partition(":")[0] == "torchft":
+            whose, codec = ", torchft's DiLoCo", codec.partition(":")[2]
+        codec = {"off": "fp32 (`off`)", "": "fp32"}.get(codec, f"`{codec}`")
         every = "step" if row["synchronous"] else "outer step"
         outer = "" if row["outer_step_ms"] is None else ms(row["outer_step_ms"])
         spread = f"{row['spread']:.4f}" if len(row["losses"]) > 1 else ""
         losses = [f"{row['loss']:.4f}", spread]
         seconds = "" if row["seconds"] is None else f"{row['seconds']:.0f}"
         whole = [seconds, f"{row['bytes'] / 1e6:.1f}"]
-        return [row["optimizer"], f"{codec}, every {every}", *losses, outer, *whole]
+        return [row["optimizer"], f"{codec}, every {every}{whose}", *losses, outer, *whole]
 
     heads = ["optimizer", "average", "last loss, mean of seeds", "spread of seeds"]
     heads += ["ms per outer step", "seconds of training", "MB that a host sent"]

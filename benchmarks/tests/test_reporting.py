@@ -15,7 +15,7 @@ import pytest
 from gradferry.errors import ConfigError
 from gradferry_lab.output.curves import Axis, Curve, draw_loss_curves, running_mean
 from gradferry_lab.output.html import Picture, Section, html_page
-from gradferry_lab.output.json_file import environment, read_json, write_json
+from gradferry_lab.output.json_file import environment, read_json, require_replaceable, write_json
 from gradferry_lab.output.paired import (
     coverage_note,
     coverage_of,
@@ -87,6 +87,20 @@ def test_write_json_gives_every_row_a_line(tmp_path):
         '{"row": 2, "list": [1, 2]}',
     ]
     assert json.loads(text)["environment"] == {"cpu": "another"}
+
+
+def test_a_file_of_something_else_is_not_replaced(tmp_path):
+    path = tmp_path / "j"
+    require_replaceable(path, "demo")
+    write_json(path, [], results_of="demo")
+    require_replaceable(path, "demo")
+    with pytest.raises(ConfigError, match=r"of 'demo' and not of 'doctor'.* name another file"):
+        require_replaceable(path, "doctor")
+    whole = path.read_text()
+    for damaged in (whole[:-4], whole.replace("rows", "row"), "", "[]", '{"schema": 2}'):
+        path.write_text(damaged)
+        with pytest.raises(ConfigError, match=str(path)):
+            require_replaceable(path, "demo")
 
 
 def test_write_json_leaves_the_old_file_when_it_fails(tmp_path):
