@@ -123,7 +123,7 @@ def inner_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]
 
 def outer_optimizer(parameters: Any) -> torch.optim.Optimizer:
     """The same one of all contestants."""
-    return torch.optim.SGD(parameters, lr=0.7, momentum=OUTER_MOMENTUM, nesterov=True)
+    return torch.optim.SGD(parameters, lr=0.7, momentum=OUTER_MOMENTUM, nesterov=True, fused=True)
 
 
 # --- one rank ------------------------------------------------------------------------------------
