@@ -39,8 +39,8 @@ _log = logging.getLogger("gradferry")
 FIRST_TRIAL = 2  # DDP arranges its buckets in the steps before
 TRY_AGAIN_AFTER = 1000  # steps; doubled after every change, which limits the number of changes
 _IN_MOMENTUM_MODE = "rht:bits=3"  # beside codecs below 3 bits
-# Behind a coarse codec in a checkpoint: whether the smallest matrices had SMALL_CODEC then.
-_WITH_SMALL = f" and {SMALL_CODEC} for the smallest matrices"
+# In checkpoints without the field `small`, behind a coarse codec: the smallest matrices had q4.
+_SMALL_HAD_Q4 = " and q4 for the smallest matrices"
 # What is withheld of a parameter is delivered in the next step that uses it. A candidate for which
 # that takes longer is left out.
 _DELIVERING_STEPS = 10
@@ -98,16 +98,25 @@ def _exchange(name: object) -> str | None:
     return None if name is None else str(name)
 
 
-def _saved_codec(text: str) -> CodecSpec:
-    """Checks what a checkpoint says of the codec.
+def _small_of(codec: CodecSpec) -> str | None:
+    """The codec of the smallest matrices, where it is not that of the others."""
+    return str(SMALL_CODEC) if codec.bits() < COARSE_BITS else None
+
+
+def _saved_codec(saved: Mapping[str, Any]) -> CodecSpec:
+    """Checks what a checkpoint says of the codec, and of that of the smallest matrices.
 
     Raises:
         StateError: matrices that now are sent with SMALL_CODEC had this one, behind which a
             residual holds more for the same momentum (`Config.momentum_share`).
     """
-    codec = parse_codec(text.removesuffix(_WITH_SMALL))
-    is_whole = codec.bits() < COARSE_BITS and not text.endswith(_WITH_SMALL)
-    if is_whole and _native.momentum_behind(str(codec), 0.5) != 0.5:
+    text = saved["codec"]
+    codec = parse_codec(text.removesuffix(_SMALL_HAD_Q4))
+    said = "q4" if text.endswith(_SMALL_HAD_Q4) else None
+    small, expected = saved.get("small", said), _small_of(codec)
+    if not any(same(small, known) for known in (None, expected)):
+        raise ValueError(f"small {shown(small)} is not {expected!r}")
+    if small != expected and _native.momentum_behind(str(codec), 0.5) != 0.5:
         raise StateError(
             f"the saved state is of a training that sent all matrices with {codec}; now the "
             f"smallest have {SMALL_CODEC}, which would deliver too much of what was withheld of "
@@ -140,7 +149,7 @@ class Choice:
             if not isinstance(saved, Mapping):
                 raise TypeError("it is no dict")
             return cls(
-                codec=_saved_codec(saved["codec"]),
+                codec=_saved_codec(saved),
                 exchange=_exchange(saved.get("exchange")),  # states of earlier versions have none
                 made=bool(_count(saved["made"])),
                 reason="restored from a checkpoint",
@@ -155,9 +164,9 @@ class Choice:
 
     def saved(self) -> dict[str, Any]:
         """The fields for a checkpoint."""
-        is_coarse = self.codec.bits() < COARSE_BITS
         return {
-            "codec": f"{self.codec}{_WITH_SMALL * is_coarse}",
+            "codec": str(self.codec),
+            "small": _small_of(self.codec),
             "exchange": self.exchange,
             "made": self.made,
             "step": self.step,
