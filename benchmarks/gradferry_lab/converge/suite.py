@@ -17,7 +17,7 @@ DENSE = "dense"
 MOMENTUM = "momentum"
 EXACT = "exact"
 _WARMUP_SHARE = 0.25  # of the steps: OneBitAdam learns its variance meanwhile
-_ADAMW_MOMENTUM = 0.8  # in MOMENTUM; docs/results/convergence.md has what others gave
+ADAMW_MOMENTUM = 0.8  # in MOMENTUM; docs/results/convergence.md has what others gave
 _TOPK = "topk:ratio=0.01"
 _COARSE_GAPS = {"sign1": 1e-6, _TOPK: 1e-6}  # to the optimum
 _GAPS = {"q8": 1e-9, "q4": 1e-9, "rht:bits=4": 1e-9, **_COARSE_GAPS}
@@ -213,7 +213,7 @@ def _whole_run(sign1: Demand | None) -> tuple[Contestant, ...]:
         _TOPK: None,
     }
     return tuple(
-        Contestant("AdamW", codec, MOMENTUM, demand, momentum=_ADAMW_MOMENTUM)
+        Contestant("AdamW", codec, MOMENTUM, demand, momentum=ADAMW_MOMENTUM)
         for codec, demand in demands.items()
     )
 
@@ -331,7 +331,7 @@ def _at_scale(codecs: Sequence[str]) -> tuple[Contestant, ...]:
     return (
         Contestant("AdamW", RULER, DENSE),
         Contestant("AdamW", "q4", "both"),
-        *(Contestant("AdamW", codec, MOMENTUM, momentum=_ADAMW_MOMENTUM) for codec in codecs),
+        *(Contestant("AdamW", codec, MOMENTUM, momentum=ADAMW_MOMENTUM) for codec in codecs),
     )
 
 
