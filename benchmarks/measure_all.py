@@ -88,8 +88,8 @@ _GPU = "on an H100"
 ELSEWHERE = {
     "convergence": "gradferry converge --full (an hour)",
     "convergence_sharded": "gradferry converge --sharded (an hour)",
-    "convergence_without_small": "gradferry converge --full, of a version that sent the smallest "
-    "matrices with the codec of all",
+    "small_matrices": "python benchmarks/small_matrices.py (an hour; trains what its file lacks)",
+    "ef21_muon": "python benchmarks/ef21_muon.py (half an hour)",
     "convergence_large": f"gradferry converge --large --device cuda ({_GPU})",
     "aggregate_error": f"python benchmarks/aggregate_error.py --device cuda ({_GPU})",
     "codec_peers": f"gradferry bench codec --codecs {' '.join(_CODECS)} --peers (its rows with a "

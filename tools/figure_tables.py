@@ -282,27 +282,63 @@ def demo() -> str:
     return table([*heads, "times fewer", "ms per step"], map(line, rows))
 
 
+def _what_is_finer(row: Row) -> str:
+    """What does not travel with the codec of all, in a row of benchmarks/small_matrices.py."""
+    if row["bytes_of"]:
+        return f"nothing; as many bytes as `topk:ratio=0.04` with: {row['bytes_of']}"
+    if not row["percent"]:
+        return "nothing"
+    layer = ", output layer" if row["with_output_layer"] else ""
+    return f"smallest, {row['percent']} %{layer}: `{row['small_codec']}`"
+
+
 def small_matrices() -> str:
-    """Losses over fp32's while the smallest matrices had the codec of all, and now: same seeds."""
-    places = [(task, one) for task in ("tiny_text", "tiny_vision") for one in ("AdamW", "SGD")]
+    """Losses over fp32's and bytes, by what travels with another codec than most matrices."""
+    rows = [row for row in rows_of("small_matrices") if row["codec"] != PLAIN_DDP]
+    tasks = ("tiny_text", "tiny_vision")
+    places = [(task, one) for task in tasks for one in ("AdamW", "SGD")]
 
-    def cell(codec: str, mode: str, task: str, optimizer: str) -> str:
-        facts = {"task": task, "optimizer": optimizer}
-        base = rows_of("convergence", codec=PLAIN_DDP, **facts)
-        facts |= {"codec": codec, "mode": mode}
-        before = rows_of("convergence_without_small", **facts)
-        seeds = {row["seed"] for row in before}
-        now = [row for row in rows_of("convergence", **facts) if row["seed"] in seeds]
-        return ", ".join(percent(excess_over(base, rows)) for rows in (before, now) if rows)
+    def codec_of(row: Row) -> str:
+        return "`topk`, larger ratio" if row["bytes_of"] else f"`{row['codec']}`"
 
-    def line(codec: str, mode: str) -> list[str]:
-        how = "momentum mode" if mode == "momentum" else "no momentum mode"
-        return [f"`{codec}`, {how}", *(cell(codec, mode, *place) for place in places)]
+    def cell(mine: Sequence[Row], task: str, optimizer: str) -> str:
+        found = [row for row in mine if (row["task"], row["optimizer"]) == (task, optimizer)]
+        if not found:
+            return ""
+        base = rows_of("small_matrices", codec=PLAIN_DDP, task=task, optimizer=optimizer)
+        ratios = {row["codec"].removeprefix("topk:ratio=") for row in found if row["bytes_of"]}
+        return " ".join([percent(excess_over(base, found)), *(f"({each})" for each in ratios)])
 
-    heads = ["", *(f"`{task}`, {optimizer}" for task, optimizer in places)]
-    rows = rows_of("convergence_without_small")
-    kinds = dict.fromkeys((row["codec"], row["mode"]) for row in rows)
-    return table(heads, (line(*kind) for kind in kinds))
+    def line(codec: str, finer: str) -> list[str]:
+        mine = [row for row in rows if (codec_of(row), _what_is_finer(row)) == (codec, finer)]
+        sent = [[row["wire_bytes"] for row in mine if row["task"] == task] for task in tasks]
+        bytes_sent = (f"{fmean(each) / 1e6:.1f}" if each else "" for each in sent)
+        return [codec, finer, *(cell(mine, *place) for place in places), *bytes_sent]
+
+    kinds = dict.fromkeys((codec_of(row), _what_is_finer(row)) for row in rows)
+    order = list(dict.fromkeys(codec for codec, _ in kinds))
+    heads = ["codec", "what is finer", *(f"`{task}`, {optimizer}" for task, optimizer in places)]
+    heads += [f"MB sent, `{task}`" for task in tasks]
+    return table(heads, (line(*each) for each in sorted(kinds, key=lambda k: order.index(k[0]))), 2)
+
+
+def ef21_muon() -> str:
+    """Losses of Muon over fp32's, by error feedback and codec."""
+    base = rows_of("ef21_muon", codec=PLAIN_DDP)
+    every = dict.fromkeys(row["codec"] for row in rows_of("ef21_muon"))
+    codecs = [codec for codec in every if codec != PLAIN_DDP]
+    ways = {
+        "residual": "residuals, as behind the hook",
+        "gradient": "EF21 of gradients",
+        "momentum": "EF21-Muon: of the momentum",
+    }
+
+    def cell(way: str, codec: str) -> str:
+        found = rows_of("ef21_muon", way=way, codec=codec)
+        return percent(excess_over(base, found)) if found else ""
+
+    lines = ([what, *(cell(way, codec) for codec in codecs)] for way, what in ways.items())
+    return table(["what a rank keeps", *(f"`{codec}`" for codec in codecs)], lines)
 
 
 def aggregate_error() -> str:
@@ -385,6 +421,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
         growth,
         demo,
         small_matrices,
+        ef21_muon,
         aggregate_error,
         diloco,
         doctor,

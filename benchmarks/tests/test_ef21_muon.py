@@ -36,7 +36,7 @@ def arrivals(codec: str, way: str, gradients: list[torch.Tensor], momentum: floa
 
 
 def test_residuals_are_added_to_the_next_gradient():
-    # Of 1 and -3, sent as 2 and -2, -1 is withheld everywhere.
+    # 1 and -3 are sent as 2 and -2, so that -1 is withheld everywhere.
     first, second = arrivals("sign1", "residual", [MIXED, torch.zeros(SHAPE)])
     assert torch.equal(first, MIXED.sign() * 2)
     assert torch.equal(second, torch.full(SHAPE, -1.0))
