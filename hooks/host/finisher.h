@@ -40,8 +40,8 @@
 namespace gradferry {
 
 // Chunks in flight, if their memory may be so large. Four keep both lanes busy: one is encoded, one
-// scattered, two gathered. Of smaller chunks more are in flight, so that a link with a long round
-// trip has as many bytes to carry.
+// scattered, two gathered. Where chunks are smaller more are in flight, so that a link with a long
+// round trip has as many bytes to carry.
 constexpr size_t host_slots(uint32_t chunk_bytes) {
   constexpr size_t kFewest = 4, kMost = 16;
   return std::clamp(kFewest * kChunkBytes / std::max(chunk_bytes, 1U), kFewest, kMost);
