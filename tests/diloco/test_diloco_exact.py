@@ -78,15 +78,28 @@ def test_common_parameters_are_equal_on_all_ranks(codec: str, outer: object) -> 
         assert not torch.equal(common(diloco), before)
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
 @on_ranks(4)
-def test_default_outer_optimizer_is_nesterov_of_the_paper() -> None:
-    """Of dyadic means, in fp64: p -= 0.7 * (g + 0.9 * m), where m = 0.9 * m + g."""
+def test_default_outer_optimizer_is_nesterov_of_the_paper(channels_last: bool) -> None:
+    """Of dyadic means, in fp64: p -= 0.7 * (g + 0.9 * m), where m = 0.9 * m + g.
+
+    Also where the model and a state that is loaded have another order in memory, at which fused
+    optimizers do not look.
+    """
     model = Plain()
+    images = {"memory_format": torch.channels_last}
+    if channels_last:
+        model.weight = nn.Parameter(torch.zeros(64, 4, 8, 8).contiguous(**images))
     optimizer, diloco = make(model, "exact", outer=None)
     expected = common(diloco)
     momentum = torch.zeros_like(expected)
     largest = 0.0
     for period in range(OUTER_STEPS):
+        if channels_last and period == 2:
+            saved = diloco.state_dict()
+            kept = saved["outer"]["state"][0]
+            kept["momentum_buffer"] = kept["momentum_buffer"].contiguous(**images)
+            diloco.load_state_dict(saved)
         given = movements(model, dist.get_rank(), period)
         # The model's parameters are no dyadic numbers from the second period on.
         local = flat(model.parameters())
