@@ -50,8 +50,8 @@ SMALL_PART = 0.05  # of the time of training that an outer step may take unnotic
 class ReducerOfChanges(Reducer):
     """Averages over a slow link, for which training waits."""
 
-    # With larger chunks ranks wait for each other a tenth of that time, while the link is idle.
-    # Over fast links chunks of a quarter cost up to a fifth more of the processors' time.
+    # A rank that has sent all that it may waits for the slowest one with an idle link: the longer,
+    # the larger chunks are. Over fast links smaller ones only cost processors' time.
     _CHUNK_BYTES = CHUNK_BYTES // 4
 
 
