@@ -89,7 +89,7 @@ ELSEWHERE = {
     "convergence": "gradferry converge --full (an hour)",
     "convergence_sharded": "gradferry converge --sharded (an hour)",
     "small_matrices": "python benchmarks/small_matrices.py (an hour; trains what its file lacks)",
-    "ef21_muon": "python benchmarks/ef21_muon.py (half an hour)",
+    "ef21_muon": "python benchmarks/ef21_muon.py (forty minutes)",
     "convergence_large": f"gradferry converge --large --device cuda ({_GPU})",
     "aggregate_error": f"python benchmarks/aggregate_error.py --device cuda ({_GPU})",
     "codec_peers": f"gradferry bench codec --codecs {' '.join(_CODECS)} --peers (its rows with a "

@@ -100,7 +100,8 @@ class Variant:
         codec: of all matrices that no other field names.
         percent: the smallest matrices, together at most this share, have `small_codec`.
         with_output_layer: and so has the output layer.
-        bytes_of: of a rival: which variant of TOPK has as many bytes. None: it is no rival.
+        bytes_of: of a rival: what has as many bytes, a codec and what is finer under it. None: it
+            is no rival.
     """
 
     codec: str
@@ -125,7 +126,8 @@ def variants(place: Place) -> list[Variant]:
     if place.output_layer:
         whole = Variant(TOPK, with_output_layer=True)
         return [*found, rival(place, whole, "smallest and output layer")]
-    return [*found, rival(place, Variant(TOPK), "smallest")]
+    topks = [TOPK, *(codec for codec in place.alone if codec == COARSER_TOPK)]
+    return [*found, *(rival(place, Variant(codec), "smallest") for codec in topks)]
 
 
 @contextlib.contextmanager
@@ -167,9 +169,9 @@ def with_ratio(millionths: int, bytes_of: str) -> Variant:
     return Variant(f"topk:ratio={millionths / 1e6:g}", percent=0, bytes_of=bytes_of)
 
 
-def rival(place: Place, of: Variant, name: str) -> Variant:
+def rival(place: Place, of: Variant, finer_of_it: str) -> Variant:
     """The largest ratio, the same for all matrices, that sends no more bytes than `of`."""
-    most = step_bytes(of, place)
+    most, name = step_bytes(of, place), f"{of.codec}, {finer_of_it}"
     fits, too_many = 1, LARGEST_RATIO
     while too_many - fits > 1:
         middle = (fits + too_many) // 2

@@ -285,7 +285,7 @@ def demo() -> str:
 def _what_is_finer(row: Row) -> str:
     """What does not travel with the codec of all, in a row of benchmarks/small_matrices.py."""
     if row["bytes_of"]:
-        return f"nothing; as many bytes as `topk:ratio=0.04` with: {row['bytes_of']}"
+        return f"nothing; larger ratio, bytes as with {row['bytes_of'].partition(', ')[2]}"
     if not row["percent"]:
         return "nothing"
     layer = ", output layer" if row["with_output_layer"] else ""
@@ -295,11 +295,11 @@ def _what_is_finer(row: Row) -> str:
 def small_matrices() -> str:
     """Losses over fp32's and bytes, by what travels with another codec than most matrices."""
     rows = [row for row in rows_of("small_matrices") if row["codec"] != PLAIN_DDP]
-    tasks = ("tiny_text", "tiny_vision")
-    places = [(task, one) for task in tasks for one in ("AdamW", "SGD")]
+    places = sorted({(row["task"], row["optimizer"]) for row in rows})
+    tasks = list(dict.fromkeys(task for task, _ in places))
 
     def codec_of(row: Row) -> str:
-        return "`topk`, larger ratio" if row["bytes_of"] else f"`{row['codec']}`"
+        return f"`{(row['bytes_of'] or row['codec']).partition(', ')[0]}`"
 
     def cell(mine: Sequence[Row], task: str, optimizer: str) -> str:
         found = [row for row in mine if (row["task"], row["optimizer"]) == (task, optimizer)]
