@@ -24,15 +24,17 @@ import torch
 from gradferry import tensor
 from gradferry.core.config import make_config
 from gradferry.core.parameters import describe_parameters
+from gradferry.errors import ConfigError
 from gradferry_lab.converge.suite import FULL, NUM_RANKS, RULER
 from gradferry_lab.flags import add_json
-from gradferry_lab.output.json_file import write_json
+from gradferry_lab.output.json_file import require_replaceable, write_json
 from gradferry_lab.workloads import load_task
 from gradferry_lab.workloads.optimizers import make_optimizer
 from gradferry_lab.workloads.task import Task
 from gradferry_lab.workloads.training import rate_at
 from torch import nn
 
+RESULTS_OF = "ef21 muon"
 TASK = "tiny_text"
 STEPS = next(contest.steps for contest in FULL.contests if contest.task == TASK)
 WAYS = ("residual", "momentum", "gradient")
@@ -126,6 +128,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
     add_json(parser)
     arguments = parser.parse_args()
+    try:
+        if arguments.json is not None:
+            require_replaceable(arguments.json, RESULTS_OF)
+    except ConfigError as error:
+        parser.error(str(error))
     torch.set_num_threads(1)
     task, rows = load_task(TASK), []
     for seed in range(arguments.seeds):
@@ -138,7 +145,7 @@ def main() -> None:
             rows.append(row)
             print(json.dumps(row), flush=True)
             if arguments.json is not None:
-                write_json(arguments.json, rows, results_of="ef21 muon")
+                write_json(arguments.json, rows, results_of=RESULTS_OF)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,14 @@ from gradferry_lab.converge.suite import (
     Contestant,
 )
 from gradferry_lab.flags import add_json
-from gradferry_lab.output.json_file import environment, finite, occasion, read_json, write_json
+from gradferry_lab.output.json_file import (
+    environment,
+    finite,
+    occasion,
+    read_json,
+    require_replaceable,
+    write_json,
+)
 from gradferry_lab.ranks.launch import Emit, run_ranks
 from gradferry_lab.workloads import load_task
 from gradferry_lab.workloads.optimizers import SGD_MOMENTUM
@@ -244,9 +251,12 @@ def with_baselines(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def finished(path: Path | None) -> tuple[list[dict[str, Any]], str]:
-    """Rows of an interrupted run and when it was. Raises ConfigError for another machine's."""
+    """Rows of an interrupted run and when it was. Raises ConfigError for another machine's, and
+    for results of another command.
+    """
     if path is None or not path.exists():
         return [], ""
+    require_replaceable(path, RESULTS_OF)
     document = read_json(path)
     for key, here in environment().items():
         if document["environment"].get(key) != here:
@@ -262,7 +272,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: those of `gradferry converge --full`")
     add_json(parser)
     arguments = parser.parse_args()
-    rows, before = finished(arguments.json)
+    try:
+        rows, before = finished(arguments.json)
+    except ConfigError as error:
+        parser.error(str(error))
     jobs = [
         Job(place, variant, seed, arguments.steps or place.steps)
         for place in GRID

@@ -20,6 +20,9 @@ inline constexpr uint32_t kChunkBytes = 128 * 1024;
 // The same where collectives are enqueued on streams: a chunk costs launches and two collectives,
 // so it should be megabytes.
 inline constexpr uint32_t kStreamChunkBytes = 4 << 20;
+// Most chunks of kChunkBytes in flight on a host. Four keep both lanes busy: one is encoded, one
+// scattered, two gathered.
+inline constexpr uint32_t kHostSlots = 4;
 // Most memory for messages, in MiB.
 inline constexpr uint32_t kWorkspaceCapMiB = 96;
 inline constexpr uint64_t kWorkspaceCapBytes = uint64_t{kWorkspaceCapMiB} << 20;

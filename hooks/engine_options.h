@@ -40,8 +40,9 @@ struct EngineOptions {
   bool exact_skip = false;         // a step with a NaN or infinity leaves the residuals unchanged
   at::Tensor loss_scale{};   // one fp32 that a GradScaler writes after every step; undefined: 1
   uint64_t check_every = 0;  // steps between comparisons of all ranks' parameters; 0: none
-  uint32_t chunk_bytes = kChunkBytes;              // as in PlanOptions
-  bool equal_scatter = false;                      // as in PlanOptions; equal on all ranks
+  uint32_t chunk_bytes = kChunkBytes;  // as in PlanOptions
+  uint32_t most_slots = kHostSlots;  // chunks in flight on a host, if their memory may be so large
+  bool equal_scatter = false;        // as in PlanOptions; equal on all ranks
   Collective collective = Collective::kAllReduce;  // of every bucket; equal on all ranks
   bool keep_gathered = false;  // of an all-gather: messages stay, for decode_kept()
   uint64_t workspace_cap_bytes = kWorkspaceCapBytes;  // most memory for messages (workspace.h)

@@ -27,10 +27,12 @@ uint64_t all_commits_bytes(const EngineOptions& options) {
 
 Workspace plan_host_workspace(const EngineOptions& options, const Layout& layout,
                               bool siblings_share) {
+  // What siblings exchange is no smaller where chunks are.
+  const uint32_t most_slots = options.nodes.is_flat() ? options.most_slots : kHostSlots;
   return plan_workspace(layout, options.chunk_bytes,
                         {.cap_bytes = options.workspace_cap_bytes,
                          .other_bytes = all_commits_bytes(options),
-                         .most_slots = host_slots(options.chunk_bytes),
+                         .most_slots = most_slots,
                          .gathers_in_place = true,
                          .siblings_share = siblings_share,
                          .collective = options.collective,
@@ -160,8 +162,9 @@ std::optional<size_t> Finisher::next_stage() const {
 }
 
 std::optional<size_t> Finisher::next_stage_of_peers() const {
-  // All-gathers in flight: with two of four, one travels while the other is decoded.
-  const size_t most_gathers = host_slots(options_.chunk_bytes) / 2;
+  // With two, one travels while the other is decoded. With as many as slots, those that have come
+  // would wait undecoded for the next scatter, which needs their slots.
+  const size_t most_gathers = std::max<size_t>(slots_.size() / 2, 2);
   const bool may_gather = waiting_[kGather].size() < most_gathers;
   if (may_gather && !waiting_[kScatter].empty()) return kScatter;
   if (!waiting_[kGather].empty()) return kGather;

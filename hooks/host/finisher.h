@@ -19,7 +19,6 @@
 // the chunk to the finisher.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <deque>
@@ -39,13 +38,6 @@
 
 namespace gradferry {
 
-// Chunks in flight, if their memory may be so large. Four keep both lanes busy: one is encoded, one
-// scattered, two gathered. Where chunks are smaller more are in flight, so that a link with a long
-// round trip has as many bytes to carry.
-constexpr size_t host_slots(uint32_t chunk_bytes) {
-  constexpr size_t kFewest = 4, kMost = 16;
-  return std::clamp(kFewest * kChunkBytes / std::max(chunk_bytes, 1U), kFewest, kMost);
-}
 // Commits in flight: the finisher waits for one only if it has nothing else to do, or all are in
 // use.
 inline constexpr size_t kCommitSlots = 8;

@@ -12,6 +12,7 @@ EXEMPT_MAX_DIMS: int  # such parameters are exempt by default
 EXEMPT_MAX_SIZE: int  # likewise, of elements
 CHUNK_BYTES: int  # most payload bytes per owner, stage and chunk, in small worlds
 STREAM_CHUNK_BYTES: int  # the same where collectives are enqueued on streams
+HOST_SLOTS: int  # most chunks in flight on a host
 WORKSPACE_CAP_MB: int
 BUCKET_CAP_MB: int  # that of DistributedDataParallel
 MOST_RANKS: int  # of a world

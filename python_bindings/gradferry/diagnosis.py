@@ -41,7 +41,7 @@ from gradferry.ddp.trial import (
     most_precise,
 )
 from gradferry.errors import ConfigError
-from gradferry.outer_steps import SMALL_PART, hiding_period
+from gradferry.outer_steps import OUTER_SHARE, hiding_period
 
 __all__ = ["Diagnosis", "Step", "doctor"]
 
@@ -59,9 +59,9 @@ _BEFORE = 2  # steps: in the first DDP arranges its buckets, and the optimizer m
 
 # A step without communication that takes so many times a step with some tells of other work.
 _IMPOSSIBLE = 1.1
-# Where steps under the fastest hook take so many times a step without communication, none keeps up.
+# A hook keeps up if a step under it takes less than so many times a step without communication.
 _BEHIND = 2.0
-_OUTER_CODEC = "q4"  # that DiLoCo has unless it is told otherwise
+_OUTER_CODEC = "q4"  # DiLoCo's default
 
 Progress = Callable[[str], None]
 
@@ -464,9 +464,9 @@ def advise_diloco(outcomes: Sequence[Outcome], silent_s: float) -> str:
     # part travels during the backward pass, and nothing computes beside an outer step.
     outer_s = min(map(_seconds, same))
     return (
-        f"; no hook keeps up, and gradferry.DiLoCo would: from sync_every="
+        f"; none of these keeps up, and gradferry.DiLoCo would: from sync_every="
         f"{hiding_period(outer_s, silent_s)} on an outer step of {near.candidate.hook} takes at "
-        f"most {SMALL_PART:.0%} of a period"
+        f"most {OUTER_SHARE:.0%} of a period"
     )
 
 

@@ -22,9 +22,9 @@ from gradferry.core.options import Options, takes_options
 from gradferry.errors import ConfigError, PeerError, StateError
 from gradferry.outer_steps import (
     FINISH,
+    OUTER_SHARE,
     OUTER_STEP,
     REFUSED,
-    SMALL_PART,
     OuterSteps,
     hiding_period,
     options_of_changes,
@@ -361,7 +361,7 @@ class DiLoCo(OuterSteps):
         enough = hiding_period(self._outer_ms, inner_ms) if inner_ms else 0
         if self._is_closed or enough <= self._sync_every:  # finish() ends a shorter period
             return ""
-        return f"; with sync_every={enough} it would be {SMALL_PART:.0%} of that"
+        return f"; with sync_every={enough} it would be {OUTER_SHARE:.0%} of that"
 
     def __str__(self) -> str:
         elements = sum(each.numel() for each in self._common.tensors)

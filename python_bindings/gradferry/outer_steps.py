@@ -44,14 +44,14 @@ REFUSED = (
     "check_every",
 )
 OUTER_STEP, FINISH = "an outer step", "finish()"  # what a rank has called
-SMALL_PART = 0.05  # of the time of training that an outer step may take unnoticed
+OUTER_SHARE = 0.05  # of the time of training that an outer step may take unnoticed
 
 
 class ReducerOfChanges(Reducer):
     """Averages over a slow link, for which training waits."""
 
-    # A rank that has sent all that it may waits for the slowest one with an idle link: the longer,
-    # the larger chunks are. Over fast links smaller ones only cost processors' time.
+    # A rank whose chunks are all on their way waits for the slowest rank, with an idle link. Large
+    # chunks make that wait longer. Over fast links small ones only cost processors' time.
     _CHUNK_BYTES = CHUNK_BYTES // 4
 
 
@@ -305,13 +305,13 @@ class OuterSteps:
 
 
 def hiding_period(outer_s: float, inner_s: float) -> int:
-    """The fewest inner steps of a period of which an outer step is `SMALL_PART` at most.
+    """The fewest inner steps of a period of which an outer step is `OUTER_SHARE` at most.
 
     Args:
         outer_s: duration of an outer step.
         inner_s: of an inner step, in the same unit; above 0.
     """
-    return math.ceil(outer_s / inner_s / SMALL_PART)
+    return math.ceil(outer_s / inner_s / OUTER_SHARE)
 
 
 # --- averages of changes, by a Reducer ----------------------------------------------------------

@@ -76,6 +76,7 @@ const std::map<std::string, void (*)(EngineOptions&, const py::handle&)> kFields
      }},
     {"check_every", &set_field<&EngineOptions::check_every>},
     {"chunk_bytes", &set_field<&EngineOptions::chunk_bytes>},
+    {"most_slots", &set_field<&EngineOptions::most_slots>},
     {"equal_scatter", &set_field<&EngineOptions::equal_scatter>},
     {"collective",
      [](EngineOptions& options, const py::handle& name) {
@@ -305,6 +306,7 @@ void bind_defaults(py::module_& module) {
   module.attr("EXEMPT_MAX_SIZE") = kExemptMaxSize;
   module.attr("CHUNK_BYTES") = kChunkBytes;
   module.attr("STREAM_CHUNK_BYTES") = kStreamChunkBytes;
+  module.attr("HOST_SLOTS") = kHostSlots;
   module.attr("WORKSPACE_CAP_MB") = kWorkspaceCapMiB;
   module.attr("BUCKET_CAP_MB") = kBucketCapMiB;
   module.attr("MOST_RANKS") = kMostRanks;

@@ -81,7 +81,7 @@ def test_common_parameters_are_equal_on_all_ranks(codec: str, outer: object) -> 
 @pytest.mark.parametrize("channels_last", [False, True])
 @on_ranks(4)
 def test_default_outer_optimizer_is_nesterov_of_the_paper(channels_last: bool) -> None:
-    """Of dyadic means, in fp64: p -= 0.7 * (g + 0.9 * m), where m = 0.9 * m + g.
+    """In fp64, with dyadic means: p -= 0.7 * (g + 0.9 * m), where m = 0.9 * m + g.
 
     Also where the model and a state that is loaded have another order in memory, at which fused
     optimizers do not look.
@@ -205,3 +205,15 @@ def test_printed_it_says_which_period_hides_an_outer_step() -> None:
     assert f"the last outer step took 30 ms, after 100 ms of training{advice}\n" in str(diloco)
     diloco._outer_ms = 5.0
     assert "the last outer step took 5 ms, after 100 ms of training\n" in str(diloco)
+
+
+@on_ranks(2)
+def test_changes_travel_in_small_chunks_of_which_more_are_in_flight() -> None:
+    """The bytes in flight are those of a Reducer, which has large chunks."""
+    _, diloco = make(Plain())
+    reducer = Reducer([("changes", torch.zeros(64, 256))])
+    found = {}
+    for name, each in (("diloco", diloco._reducer), ("reducer", reducer)):
+        running = each._running
+        found[name] = running.config.record()["chunk_bytes"], running.engine.workspace()["slots"]
+    assert found == {"diloco": (32768, 16), "reducer": (131072, 4)}

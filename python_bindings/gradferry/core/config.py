@@ -161,6 +161,8 @@ class Config:
             "exact_skip": self.exact_skip,
             "check_every": self.check_every,
             "chunk_bytes": self.chunk_bytes_at(world_size),
+            # A link with a long round trip has as many bytes to carry where chunks are smaller.
+            "most_slots": _native.HOST_SLOTS * max(CHUNK_BYTES // self.chunk_bytes, 1),
             "equal_scatter": self.equal_scatter,
             "keep_gathered": self.keep_gathered,
             "workspace_cap_bytes": self.workspace_cap_bytes,

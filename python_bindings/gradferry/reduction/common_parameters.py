@@ -313,7 +313,7 @@ def _copied(state: Any) -> Any:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """In one pass, and without a tensor of answers, which `isfinite` makes."""
+    """Whether all elements are finite, in one pass and without a boolean tensor."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return not real.numel() or bool(torch.stack(real.aminmax()).isfinite().all())
 

@@ -82,7 +82,7 @@ def _options_written(group: Mapping[str, Any]) -> Record:
     """The options of a group that can be written."""
     options: Record = {}
     for key, value in group.items():
-        with contextlib.suppress(TypeError, ValueError):
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
             if key != "params":
                 options[key] = _written(value)
     return options
@@ -217,20 +217,30 @@ def _checked(
                 good = good and isinstance(content, int | float)
         good = good and len({(e[0], e[1]) for e in entries}) == len(entries)
         options = [
-            {key: (each, _read(each, _place_of(own_group, key))) for key, each in group.items()}
+            {key: (each, _read(each, _device_of(own_group, key))) for key, each in group.items()}
             for own_group, group in zip(own, groups if good else (), strict=good)
         ]
+        for own_group, group in zip(own, options, strict=good):
+            for key, (written, value) in group.items():
+                good = good and _text(_written(value)) == _text(written)
+                good = good and (_is_number(value) or not _is_number(own_group.get(key)))
     except (TypeError, ValueError, LookupError, RuntimeError, OverflowError):
         good = False
     if not good:
         raise ProtocolError(
             f"what a rank says of its outer optimizer fits none of {len(places)} parameters: its "
-            "state must have tensors of their shapes; start every rank with the same code"
+            "state must have tensors of their shapes, and its options be of the kinds that they "
+            "are here; start every rank with the same code"
         )
     return entries, options
 
 
-def _place_of(group: Mapping[str, Any], key: str) -> torch.device:
+def _is_number(value: object) -> bool:
+    """Whether a rate could be this."""
+    return isinstance(value, int | float | torch.Tensor)
+
+
+def _device_of(group: Mapping[str, Any], key: str) -> torch.device:
     """Where a tensor of this option is; on the host, unless there is one elsewhere."""
     mine = group.get(key)
     return mine.device if isinstance(mine, torch.Tensor) else torch.device("cpu")
