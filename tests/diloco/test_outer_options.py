@@ -138,6 +138,9 @@ BAD: list[Any] = [
     {"tuple": 7},
     {"dict": [1]},
     {"number": "x"},
+    {"number": "1e5"},
+    {"number": True},
+    {"tensor": ["torch.bool", [1], [7]]},
     {"another": []},
     {},
 ]
@@ -151,3 +154,13 @@ def test_damaged_options_are_refused(value: Any) -> None:
     with pytest.raises(ProtocolError, match="outer optimizer"):
         adopt_options(optimizer, given)
     assert optimizer.param_groups[0]["mine"] == 1
+
+
+def test_a_rate_that_is_no_number_is_refused() -> None:
+    optimizer = optimizer_with(mine=1)
+    rate = optimizer.param_groups[0]["lr"]
+    given = outline(optimizer)
+    given["groups"][0]["lr"] = "fast"
+    with pytest.raises(ProtocolError, match="outer optimizer"):
+        adopt_options(optimizer, given)
+    assert optimizer.param_groups[0]["lr"] == rate

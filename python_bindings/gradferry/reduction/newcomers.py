@@ -220,24 +220,19 @@ def _checked(
             {key: (each, _read(each, _device_of(own_group, key))) for key, each in group.items()}
             for own_group, group in zip(own, groups if good else (), strict=good)
         ]
-        for own_group, group in zip(own, options, strict=good):
+        for group in options:
             for key, (written, value) in group.items():
                 good = good and _text(_written(value)) == _text(written)
-                good = good and (_is_number(value) or not _is_number(own_group.get(key)))
+                good = good and (key != "lr" or isinstance(value, int | float | torch.Tensor))
     except (TypeError, ValueError, LookupError, RuntimeError, OverflowError):
         good = False
     if not good:
         raise ProtocolError(
             f"what a rank says of its outer optimizer fits none of {len(places)} parameters: its "
-            "state must have tensors of their shapes, and its options be of the kinds that they "
-            "are here; start every rank with the same code"
+            "state must have tensors of their shapes, and its options must be as they are "
+            "written; start every rank with the same code"
         )
     return entries, options
-
-
-def _is_number(value: object) -> bool:
-    """Whether a rate could be this."""
-    return isinstance(value, int | float | torch.Tensor)
 
 
 def _device_of(group: Mapping[str, Any], key: str) -> torch.device:
