@@ -71,6 +71,30 @@ def test_options_reach_who_comes(comes: str) -> None:
     assert are_equal(of_all(bits_of(model)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@on_ranks(2)
+def test_momentum_reaches_who_comes(dtype: torch.dtype) -> None:
+    """Also that of complex parameters, of which a codec compresses the real view."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(64, 256, dtype=dtype))
+    model.scalar = nn.Parameter(torch.zeros((), dtype=dtype))
+    groups = [dist.new_group([each]) for each in range(2)]
+    if dist.get_rank() == 0:
+        optimizer, diloco = make(model, outer=None, group=groups[0])
+        move(model, movements(model, 0))
+        optimizer.step()
+        diloco.rejoin()
+    else:
+        optimizer, diloco = make(model, outer=None)
+    state = diloco.state_dict()["outer"]["state"]
+    momentum = [state[index]["momentum_buffer"] for index in range(2)]
+    assert all(bool(each.abs().sum() > 0) for each in momentum)
+    assert are_equal(of_all([torch.view_as_real(each + 0j).tolist() for each in momentum]))
+    move(model, movements(model, 1))
+    optimizer.step()
+    assert are_equal(of_all(bits_of(model)))
+
+
 @on_ranks(2)
 def test_rates_in_tensors_that_differ_are_named() -> None:
     model = Plain()

@@ -72,7 +72,7 @@ def common(diloco: gradferry.DiLoCo) -> torch.Tensor:
 def bits_of(model: nn.Module) -> list[bytes]:
     """By parameter; of a sharded one this rank's part."""
     local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
-    return [each.detach().contiguous().view(torch.uint8).numpy().tobytes() for each in local]
+    return [each.detach().flatten().view(torch.uint8).numpy().tobytes() for each in local]
 
 
 def of_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

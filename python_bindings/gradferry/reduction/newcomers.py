@@ -15,13 +15,12 @@ from gradferry.core.agreement import Record
 from gradferry.core.meeting import say_failed, wait_or_hear
 from gradferry.errors import PeerError, ProtocolError
 
-# What an optimizer may keep of a parameter.
-_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
+_REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_WHOLE = (torch.int64, torch.int32, torch.uint8, torch.bool)
+# What an option that is a tensor may be, and what an optimizer may keep of a parameter.
+_OPTION_DTYPES = {str(dtype): dtype for dtype in (*_REAL, *_WHOLE)}
+_DTYPES = {**_OPTION_DTYPES, **{str(d): d for d in (torch.complex64, torch.complex128)}}
 _MOST_ENTRIES = 8  # of a parameter
-_OPTION_DTYPES = {
-    str(dtype): dtype
-    for dtype in (*_DTYPES.values(), torch.bfloat16, torch.float16, torch.int32, torch.bool)
-}
 _MOST_NUMBERS = 1 << 10  # in an option that is a tensor
 _State = dict[int, dict[str, Any]]
 
@@ -147,8 +146,9 @@ def hand_on(
         message = torch.empty(tuple(shape), dtype=dtype, device=place)
         if value is not None:
             message.copy_(value)
+        raw = message.flatten().view(torch.uint8)  # backends lack some dtypes
         try:
-            wait_or_hear(group.broadcast(message, source), group)
+            wait_or_hear(group.broadcast(raw, source), group)
         except RuntimeError as error:
             say_failed(group)  # to ranks that are not connected with the one that was lost
             raise PeerError(
