@@ -155,7 +155,7 @@ def test_doctor_tries_both_exchanges_where_ranks_share_nodes(worlds: Worlds, has
     assert all(answer == answers[0] for answer in answers)
     assert [step.name for step in found.steps[:2]] == ["q4 (two-level)", "q4 (flat)"]
     assert found.verdict.startswith("Use q4 (two-level): it takes ")
-    assert found.verdict.endswith("; attach with nodes=2.")
+    assert "; attach with nodes=2; none of these keeps up, and gradferry.DiLoCo" in found.verdict
     alone = worlds(4).run(case_alone_on, members=EVEN, hook="q4")[0]
     assert alone[-1] <= found.steps[0].seconds * (1 + 1e-9)  # sums of floats
 
