@@ -94,6 +94,8 @@ ELSEWHERE = {
     "aggregate_error": f"python benchmarks/aggregate_error.py --device cuda ({_GPU})",
     "codec_peers": f"gradferry bench codec --codecs {' '.join(_CODECS)} --peers (its rows with a "
     "peer; needs pypiquant, bitsandbytes, hivemind)",
+    "diloco_text_10m": "python benchmarks/diloco.py --task text_10m --seeds 1 --codecs off q4 "
+    "rht:bits=2 torchft torchft:q4 (5 minutes; needs torchft)",
     "soak": "make soak HOURS=2",
     "gpu_check_h100": f"make gpu-check ({_GPU})",
     "codec_h100": "gradferry bench codec --device cuda --dtypes float32 --sizes-mb 8 100 --rounds "

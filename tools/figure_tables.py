@@ -354,14 +354,19 @@ def aggregate_error() -> str:
     return table(heads, map(line, dict.fromkeys(row["codec"] for row in rows)))
 
 
+def _average_and_whose(row: Row) -> tuple[str, str]:
+    """A contestant of benchmarks/diloco.py: "`q4`" and ", torchft's DiLoCo" or ""."""
+    whose, codec = "", row["codec"]
+    if codec.partition(":")[0] == "torchft":
+        whose, codec = ", torchft's DiLoCo", codec.partition(":")[2]
+    return {"off": "fp32 (`off`)", "": "fp32"}.get(codec, f"`{codec}`"), whose
+
+
 def diloco() -> str:
     """Trainings of benchmarks/diloco.py."""
 
     def line(row: Row) -> list[str]:
-        whose, codec = "", row["codec"]
-        if codec.partition(":")[0] == "torchft":
-            whose, codec = ", torchft's DiLoCo", codec.partition(":")[2]
-        codec = {"off": "fp32 (`off`)", "": "fp32"}.get(codec, f"`{codec}`")
+        codec, whose = _average_and_whose(row)
         every = "step" if row["synchronous"] else "outer step"
         outer = "" if row["outer_step_ms"] is None else ms(row["outer_step_ms"])
         spread = f"{row['spread']:.4f}" if len(row["losses"]) > 1 else ""
@@ -373,6 +378,20 @@ def diloco() -> str:
     heads = ["optimizer", "average", "last loss, mean of seeds", "spread of seeds"]
     heads += ["ms per outer step", "seconds of training", "MB that a host sent"]
     return table(heads, map(line, rows_of("diloco")))
+
+
+def diloco_text_10m() -> str:
+    """Outer steps of the larger model of benchmarks/diloco.py."""
+    rows = rows_of("diloco_text_10m")
+    plain = next(row for row in rows if row["codec"] == "off")
+
+    def line(row: Row) -> list[str]:
+        faster = plain["outer_step_ms"] / row["outer_step_ms"]
+        sent = f"{row['bytes'] / 1e6:.1f}"
+        return ["".join(_average_and_whose(row)), ms(row["outer_step_ms"]), f"{faster:.1f}", sent]
+
+    heads = ["average", "ms per outer step", "times as fast as fp32", "MB that a host sent"]
+    return table(heads, map(line, rows))
 
 
 def doctor() -> str:
@@ -424,6 +443,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
         ef21_muon,
         aggregate_error,
         diloco,
+        diloco_text_10m,
         doctor,
     )
 }
