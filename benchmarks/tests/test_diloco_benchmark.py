@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -15,20 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from programs import load_program
 from torch import nn
 
-PROGRAM = Path(__file__).parents[1] / "diloco.py"
+PROGRAM = "benchmarks/diloco.py"
 
 
 def load() -> ModuleType:
     """The program under another name than that of the example that it imports."""
-    spec = importlib.util.spec_from_file_location("diloco_benchmark", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, diloco_benchmark=module):  # where dataclasses look
-        spec.loader.exec_module(module)
-    return module
+    return load_program(PROGRAM, "diloco_benchmark")
 
 
 @on_ranks(2)
@@ -66,7 +60,7 @@ def test_an_outer_step_is_timed_from_when_all_have_taken_their_inner_step() -> N
 def refused(*words: str, capsys: Any) -> str:
     module = load()
     never = mock.patch.object(module, "train", side_effect=AssertionError("it trains"))
-    with mock.patch.object(sys, "argv", [str(PROGRAM), *words]), never, pytest.raises(SystemExit):
+    with mock.patch.object(sys, "argv", [PROGRAM, *words]), never, pytest.raises(SystemExit):
         module.main()
     return " ".join(capsys.readouterr().err.split())
 

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import torch
 from gradferry_lab.workloads import load_task
 from gradferry_lab.workloads.optimizers import make_optimizer
+from programs import load_program
 
-
-def loaded() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "ef21_muon", Path(__file__).parents[1] / "ef21_muon.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = loaded()
+bench = load_program("benchmarks/ef21_muon.py")
 SHAPE = (2, 128)
 # A block of sign1 with both magnitudes: their mean is 2, and a bf16.
 MIXED = torch.tensor([1.0, -3.0]).repeat(128).view(SHAPE)

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from gradferry.core import config
 from on_ranks import on_ranks
+from programs import load_program
 
-
-def loaded() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "small_matrices", Path(__file__).parents[1] / "small_matrices.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = loaded()
+bench = load_program("benchmarks/small_matrices.py")
 Variant = bench.Variant
 VISION, TEXT = (
     next(place for place in bench.GRID if place.task == task)

@@ -1,19 +1,12 @@
 """tools/count_sass.py reads what nvdisasm and ptxas say."""
 
-import importlib.util
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from programs import load_program
 
-SPEC = importlib.util.spec_from_file_location(
-    "count_sass", Path(__file__).parents[2] / "tools" / "count_sass.py"
-)
-count_sass = importlib.util.module_from_spec(SPEC)
-sys.modules["count_sass"] = count_sass
-SPEC.loader.exec_module(count_sass)
+count_sass = load_program("tools/count_sass.py")
 
 DISASSEMBLY = """
 \t.section\t.text._Z5firstv,"ax",@progbits

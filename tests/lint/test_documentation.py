@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import importlib.util
 import json
 import pydoc
 import re
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import gradferry
 import pytest
 from documented import PAGES, ROOT, blocks, case_snippets
 from gradferry.core.options import DEFAULTS
 from gradferry_lab.cli import main, parser
+from programs import load_program
 from world import World
 
 # What a page's snippets are run with, beside what `documented` gives to all of them.
@@ -103,28 +101,13 @@ def test_a_plan_that_is_shown_is_what_it_prints(
             assert line.split() in printed
 
 
-def loaded(tool: str, folder: str = "tools") -> ModuleType:
-    """A script, which may import those beside it."""
-    spec = importlib.util.spec_from_file_location(tool, ROOT / folder / f"{tool}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[tool] = module  # dataclasses look their module up
-    sys.path.insert(0, str(ROOT / folder))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(ROOT / folder))
-    return module
-
-
 def test_page_of_the_command_line_is_that_of_the_parsers() -> None:
-    made = loaded("command_line_page")
+    made = load_program("tools/command_line_page.py")
     assert made.PAGE.read_text() == made.page(), "run tools/command_line_page.py"
 
 
 def test_picture_of_a_step_is_that_of_the_measurement() -> None:
-    made = loaded("draw_step")
+    made = load_program("tools/draw_step.py")
     rows = json.loads(made.MEASURED.read_text())
     assert made.PICTURE.read_text() == made.draw(rows), "run tools/draw_step.py"
     for row in rows["rows"]:

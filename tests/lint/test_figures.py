@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from documented import PAGES, ROOT
 from gradferry_lab.cli import parser
-from test_documentation import loaded
+from programs import load_program
 
-figures = loaded("figures")
+figures = load_program("tools/figures.py")
 result_files = sys.modules["result_files"]
-measure_all = loaded("measure_all", "benchmarks")
+measure_all = load_program("benchmarks/measure_all.py")
 
 MEASURED = re.compile(
     r"\d[\d.,]*\s*(?:ms\b|%|times\s+(?:as\b|fewer|faster|slower|less|more|with|a\s+step))"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from programs import load_program
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "gpu_check.py"
 
@@ -20,11 +20,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "gpu_check.py"
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The tool, with a result file of its own, on a machine with a GPU."""
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_program("tools/gpu_check.py")
     monkeypatch.setattr(module, "RESULT", tmp_path / "gpu.json")
     monkeypatch.setattr(module, "gpu", lambda: "a GPU")
     monkeypatch.setattr(module, "environment", dict)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import re
 import subprocess
@@ -20,6 +19,7 @@ from gradferry import _build_info, _compat, _native
 from gradferry._compat import check_torch
 from gradferry.core import device
 from gradferry_lab.info import facts
+from programs import load_program
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"besides_torch": ["numpy>=1.26"]}
@@ -101,9 +101,7 @@ def test_package_is_imported_without_the_laboratory_and_the_command_without_its_
 @pytest.fixture
 def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, object]]:
     """The version and dependencies of a build of gradferry 3.4 for torch 2.7 to 2.9."""
-    spec = importlib.util.spec_from_file_location("meta", ROOT / "cmake/package_metadata.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = load_program("cmake/package_metadata.py", "meta")
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.25)\nproject(gradferry VERSION 3.4.5 LANGUAGES CXX)\n"
         "set(GRADFERRY_OLDEST_TORCH 2.7)\nset(GRADFERRY_NEWEST_TORCH 2.9)\n"
