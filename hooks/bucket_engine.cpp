@@ -318,11 +318,11 @@ std::vector<float> BucketEngine::alphas() const {
   return alphas;
 }
 
-EngineState BucketEngine::state() {
+EngineState BucketEngine::state(const SavedResiduals& kept) {
   const std::lock_guard lock(life_.mutex);
   expect_between_steps("save the state");
   finish_warmup();
-  return {steps_.finished_steps(), save_residuals()};
+  return {steps_.finished_steps(), save_residuals(kept)};
 }
 
 void BucketEngine::load_state(const EngineState& state) {

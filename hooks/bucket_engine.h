@@ -51,7 +51,8 @@ FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor);
 struct SavedResiduals {
   at::Tensor worker;
   at::Tensor owner;
-  float loss_scale;  // of the gradients they were withheld from; 0: zero residuals, no units yet
+  // Of the gradients they were withheld from; 0: zero residuals, no units yet.
+  float loss_scale = 0.0F;
 };
 
 struct EngineState {
@@ -109,7 +110,8 @@ class BucketEngine {
 
   // These throw the death of the engine, and Error(kState) in the middle of a step. On a device
   // they wait for its streams, and throw what it has found by then.
-  EngineState state();
+  // `kept`: as for copy_of().
+  EngineState state(const SavedResiduals& kept = {});
   void load_state(const EngineState& state);
   // The result of the last optimizer step will not be used: restores the residuals from before it.
   // Needs exact_skip, and that no optimizer has applied that step and its passes are known
@@ -165,7 +167,7 @@ class BucketEngine {
   virtual uint64_t local_bytes() const = 0;
 
   // Residuals between steps, with life_.mutex held.
-  virtual SavedResiduals save_residuals() = 0;
+  virtual SavedResiduals save_residuals(const SavedResiduals& kept) = 0;
   // Allocates memory for residuals, if there is none yet.
   virtual void make_residuals() = 0;
   virtual void load_residuals(const SavedResiduals& saved) = 0;

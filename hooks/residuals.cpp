@@ -59,6 +59,14 @@ at::Tensor leaders_part(const Layout& layout, const Parameter& parameter,
   return parts.size() == parameter.num_tiles ? values : at::cat(parts);
 }
 
+at::Tensor copy_of(const at::Tensor& residual, const at::Tensor& kept) {
+  const bool fits = kept.defined() && kept.is_cpu() && kept.is_contiguous() &&
+                    kept.scalar_type() == residual.scalar_type() && kept.sizes() == residual.sizes();
+  const at::Tensor copy = fits ? kept : at::empty_like(residual, residual.options().device(at::kCPU));
+  copy.copy_(residual);
+  return copy;
+}
+
 void expect_residuals_of(const Layout& layout, const at::Tensor& worker, const at::Tensor& owner) {
   const bool nothing = worker.numel() == 0 && owner.numel() == 0;
   const auto fits = [&](const at::Tensor& residual, uint64_t num_elements) {

@@ -286,7 +286,7 @@ c10::StreamGuard DeviceEngine::behind_all() const {
   return c10::StreamGuard(context_.finish_stream);
 }
 
-SavedResiduals DeviceEngine::save_residuals() {
+SavedResiduals DeviceEngine::save_residuals(const SavedResiduals& kept) {
   if (!context_.residuals) {
     const at::Tensor nothing = at::empty({0}, at::TensorOptions().dtype(at::kFloat));
     return {nothing, nothing, 0.0F};
@@ -295,7 +295,8 @@ SavedResiduals DeviceEngine::save_residuals() {
   const c10::StreamGuard guard = behind_all();
   residuals.settle(context_.finish_stream);
   if (commits_) commits_->expect_no_fault();
-  return {residuals.worker_copy(), residuals.owner_copy(), residuals.loss_scale()};
+  return {copy_of(residuals.worker_tensor(), kept.worker),
+          copy_of(residuals.owner_tensor(), kept.owner), residuals.loss_scale()};
 }
 
 void DeviceEngine::load_residuals(const SavedResiduals& saved) {

@@ -51,9 +51,9 @@ class DeviceResiduals {
   void add_to_worker(uint64_t offset, const at::Tensor& values, float factor,
                      const at::Tensor& loss_scale);
   void scale(float factor);
-  // On the CPU.
-  at::Tensor worker_copy() const { return residuals_.worker_tensor().cpu(); }
-  at::Tensor owner_copy() const { return residuals_.owner_tensor().cpu(); }
+  // On the device.
+  const at::Tensor& worker_tensor() const { return residuals_.worker_tensor(); }
+  const at::Tensor& owner_tensor() const { return residuals_.owner_tensor(); }
   float loss_scale() const;
 
  private:

@@ -253,10 +253,10 @@ float HostEngine::loss_scale() const {
   return scale;
 }
 
-SavedResiduals HostEngine::save_residuals() {
+SavedResiduals HostEngine::save_residuals(const SavedResiduals& kept) {
   residuals_.settle();
-  return {residuals_.worker_tensor().clone(), residuals_.owner_tensor().clone(),
-          residuals_.loss_scale()};
+  return {copy_of(residuals_.worker_tensor(), kept.worker),
+          copy_of(residuals_.owner_tensor(), kept.owner), residuals_.loss_scale()};
 }
 
 void HostEngine::make_residuals() {

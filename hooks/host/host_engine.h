@@ -59,7 +59,7 @@ class HostEngine final : public BucketEngine {
   bool decode_kept(const BucketPlan& plan, const at::Tensor& gradient) override;
   uint64_t sent_bytes() const override { return exchange_ ? exchange_->sent_bytes() : 0; }
   uint64_t local_bytes() const override { return exchange_ ? exchange_->local_bytes() : 0; }
-  SavedResiduals save_residuals() override;
+  SavedResiduals save_residuals(const SavedResiduals& kept) override;
   void make_residuals() override;
   void load_residuals(const SavedResiduals& saved) override;
   void take_back_step() override { residuals_.skip(); }

@@ -87,6 +87,7 @@ class OuterSteps:
         # average is here, after it.
         self._before: dict[str, Any] | None = None
         self._after: dict[str, Any] | None = None
+        self._kept: dict[str, Any] | None = None  # what was `_before`, of this Reducer
         self._holds_average = False
         self._is_due = False  # an outer step has failed, and all are to take it again
         self._failed: str | None = None  # why this rank needs rejoin()
@@ -125,7 +126,7 @@ class OuterSteps:
             if self._holds_average:
                 self._after = withheld_by(self._reducer)
             self._fail(problem or error)
-        self._before = None
+        self._kept, self._before = self._before, None
         self._end_outer_step()
         end = time.monotonic()
         self._outer_ms, self._period_ms = 1e3 * (end - begin), 1e3 * (begin - self._last_end)
@@ -159,7 +160,9 @@ class OuterSteps:
         self._running = str(record_hash([r.get("drawn") for r in records]))
 
     def _average(self) -> None:
-        self._before = fade(self._reducer, self._decay)
+        # Who asks for the state of a failed step gets this memory.
+        kept, self._kept = self._kept, None
+        self._before = fade(self._reducer, self._decay, kept)
         self._reducer.all_reduce(self._common.changes)
         settle(self._reducer)
         self._holds_average = True
@@ -236,6 +239,7 @@ class OuterSteps:
         if self._before is None and not self._is_new:
             self._before = withheld_by(self._reducer)
         named = list(zip(self._common.names, self._common.tensors, strict=True))
+        self._kept = None
         self._reducer = _OuterReducer(
             named, self._codec, members, bucket_cap_mb=self._bucket_cap_mb, **self._options
         )
@@ -329,9 +333,15 @@ def options_of_changes(options: Mapping[str, Any]) -> Options:
     return chosen
 
 
-def fade(reducer: Reducer, decay: float) -> dict[str, Any]:
-    """Multiplies the worker residual of this rank by `decay`. Returns the state of before."""
-    before = reducer.state_dict()
+def fade(reducer: Reducer, decay: float, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Multiplies the worker residual of this rank by `decay`. Returns the state of before.
+
+    Args:
+        reducer: between calls.
+        decay: above 0.
+        kept: what an earlier call returned for this Reducer, and nobody uses any more.
+    """
+    before = reducer._saved(kept)
     if decay != 1.0:
         slot = f"slot_{reducer.rank}"
         worker = before[slot]["worker"] * decay

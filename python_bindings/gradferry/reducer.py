@@ -63,8 +63,8 @@ class Reducer(Averaging):
         group: of the ranks that average; the default group if None. torch.distributed need not know
             it (docs/guide/reducer.md). Keep it: a Reducer does not.
         bucket_cap_mb: in MiB. Tensors travel together in buckets of at most this size, into which
-            they are copied; a larger tensor travels alone and is averaged where it is. Averages do
-            not depend on it.
+            they are copied, unless they lie in memory one behind the other, as views of one flat
+            tensor do; a larger tensor travels alone. Averages do not depend on it.
         **options: see `gradferry.Options`.
 
     Raises:
@@ -174,8 +174,12 @@ class Reducer(Averaging):
         Raises:
             StateError: an error has ended the Reducer, or the last call was not waited for.
         """
+        return self._saved()
+
+    def _saved(self, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """See `save_load.save`."""
         self._engine_at_rest("save the state")
-        return save_load.save(self._started, self._calls.count)
+        return save_load.save(self._started, self._calls.count, kept)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
         """Restores what `state_dict` returned, of a Reducer or of a hook. Call it on every rank.

@@ -368,10 +368,12 @@ void bind_options(py::module_& module) {
              py::call_guard<py::gil_scoped_release>());
 }
 
-py::tuple saved_state(BucketEngine& engine) {
+py::tuple saved_state(BucketEngine& engine, const std::optional<at::Tensor>& worker,
+                      const std::optional<at::Tensor>& owner) {
+  const SavedResiduals kept{worker.value_or(at::Tensor()), owner.value_or(at::Tensor())};
   EngineState state = [&] {
     const py::gil_scoped_release released;
-    return engine.state();
+    return engine.state(kept);
   }();
   const SavedResiduals& saved = state.residuals;
   return py::make_tuple(state.steps, saved.worker, saved.owner, saved.loss_scale);
@@ -400,7 +402,8 @@ void bind_engine(py::module_& module) {
            py::overload_cast<const std::vector<uint32_t>&, const at::Tensor&>(
                &BucketEngine::decode_kept),
            py::arg("parameters"), py::arg("gradient"), py::call_guard<py::gil_scoped_release>())
-      .def("state", &saved_state)
+      .def("state", &saved_state, py::kw_only(), py::arg("kept_worker") = py::none(),
+           py::arg("kept_owner") = py::none())
       .def(
           "load_state",
           [](BucketEngine& engine, uint64_t steps, const at::Tensor& worker,

@@ -46,8 +46,10 @@ def test_applied_and_withheld_are_what_ranks_moved(codec: str, decay: float) -> 
     optimizer, diloco = make(model, codec, sync_every=2, residual_decay=decay)
     begin = common(diloco)
     moved, faded = torch.zeros_like(begin), torch.zeros_like(begin)
+    places = set()
     for period in range(OUTER_STEPS):
         if period:
+            places.add(diloco._kept[f"slot_{dist.get_rank()}"]["worker"].data_ptr())
             faded += (1 - decay) * withheld(diloco._reducer)[0]
         for inner in range(2):
             given = movements(model, dist.get_rank(), period, inner)
@@ -56,6 +58,8 @@ def test_applied_and_withheld_are_what_ranks_moved(codec: str, decay: float) -> 
             optimizer.step()
     worker, owner = withheld(diloco._reducer)
     assert diloco.stats()["outer_steps"] == OUTER_STEPS
+    assert len(places) == 1  # residuals of before are copied to the same memory again
+    assert diloco.stats()["reducer"]["packing_bytes"] == 0
     assert (worker + owner).abs().max() > 2.0**-12
     assert bool(faded.any()) == (decay != 1.0)
     gap = (begin - common(diloco)) + worker + owner + faded - moved

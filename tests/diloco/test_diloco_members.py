@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NoReturn
 from unittest import mock
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from gradferry.reduction import common_parameters
 from members import Alone, die, dying_inside, mean_of
 from outcomes import attempt
+from reducing import same
 from torch import nn
 from training_alone import summed
 from world import World, WorldError
@@ -86,6 +88,8 @@ def case_lost(where: str, codec: str) -> None:
     deaf = where == "heard by one" and rank == 1
     with Confirming(hear_nothing if deaf else on_all_ranks):
         outcome = attempt(lambda: alone.step(1))
+    held = alone.diloco.state_dict()["reducer"]
+    saved = copy.deepcopy(held)
     took_it = where == "heard by one" and rank == 0
     assert outcome.error == (None if took_it else "PeerError"), outcome
     if not took_it:
@@ -114,6 +118,7 @@ def case_lost(where: str, codec: str) -> None:
     alone.step(2)
     after = summed(alone.withheld(), group)
     assert torch.equal(alone.applied() + after, before + mean_of(LEFT, 2))
+    assert same(held, saved)  # a state that was handed out stays as it is
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ told.
 from __future__ import annotations
 
 import dataclasses
+import json
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -45,6 +46,48 @@ def test_a_lost_collective_is_one_text_on_all_ranks_that_know_it_otherwise(
     texts = world_of_3.run(case_sees_its_own_end, reasons=reasons)
     assert len(set(texts)) == 1, texts
     assert "lost contact with another rank: " in texts[0]
+
+
+def case_records(lengths: tuple[int, ...]) -> list[dict[str, str]]:
+    from gradferry.core import agreement
+
+    record = {"": "x" * (lengths[dist.get_rank()] - len(json.dumps({"": ""})))}
+    return agreement.gather_records(record, dist.group.WORLD, torch.device("cpu"))
+
+
+# Around the 1016 bytes that the first all-gather holds, alone and beside shorter ones.
+@pytest.mark.parametrize(
+    "lengths",
+    [(1016, 1015, 8), (1016, 1017, 8), (1018, 20_000, 1017), (8, 8, 20_000)],
+    ids=str,
+)
+def test_records_of_any_size_come_as_they_were_sent(
+    world_of_3: World, lengths: tuple[int, ...]
+) -> None:
+    for records in world_of_3.run(case_records, lengths=lengths):
+        assert [len(json.dumps(record)) for record in records] == list(lengths)
+        assert all(set(record[""]) <= {"x"} for record in records)
+
+
+def case_foreign(value: int) -> Outcome:
+    """Rank 1 posts another collective of the same size."""
+    from gradferry.core import agreement
+
+    group = dist.group.WORLD
+    if dist.get_rank() == 1:
+        theirs = torch.full((agreement._FIRST_BYTES,), value, dtype=torch.uint8)
+        group.allgather([[torch.empty_like(theirs) for _ in range(3)]], [theirs]).wait()
+    else:
+        return attempt(lambda: agreement.gather_records({}, group, torch.device("cpu")))
+    return attempt(lambda: None)
+
+
+@pytest.mark.parametrize("value", [0, 1, 255])
+def test_what_is_no_record_is_said(world_of_3: World, value: int) -> None:
+    first, _, last = world_of_3.run(case_foreign, value=value)
+    for outcome in (first, last):
+        assert outcome.error == "ProtocolError", outcome
+        assert "a rank announced a record of" in outcome.text
 
 
 def case_no_silence() -> int:

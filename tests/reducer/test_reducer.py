@@ -187,6 +187,40 @@ def test_only_small_tensors_are_copied(world_of_2: World) -> None:
         assert stats["fallbacks"] == 0
 
 
+def case_side_by_side(codec: str) -> tuple[list[bool], int, int, int]:
+    """Views of one flat tensor, with an empty one and one whose memory is in another order."""
+    shapes = ((3, 5), (0,), (6, 4), (7,))
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(dist.get_rank()))
+    views = [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+    views[2] = views[2].view(4, 6).t()
+    copies = [view.clone(memory_format=torch.preserve_format) for view in views]
+    named = [(str(index), copy) for index, copy in enumerate(copies)]
+    apart, beside, behind = (gradferry.Reducer(named, codec) for _ in range(3))
+    backwards = torch.cat([copy.t().flatten() for copy in reversed(copies)]).split(sizes[::-1])
+    others = [
+        part.view_as(copy.t()).t() for part, copy in zip(reversed(backwards), copies, strict=True)
+    ]
+    versions = [view._version for view in views]
+    beside.all_reduce(views)
+    apart.all_reduce(copies)
+    behind.all_reduce(others)
+    sound = [torch.equal(x, y) for x, y in zip(views, copies, strict=True)]
+    sound += [torch.equal(x, y) for x, y in zip(others, copies, strict=True)]
+    sound += [view._version > version for view, version in zip(views, versions, strict=True)]
+    return sound, *(each.stats()["packing_bytes"] for each in (beside, apart, behind))
+
+
+# A codec of each kind of way: the engine's, and the backend's own all-reduce.
+@pytest.mark.parametrize("codec", ["q4", "off"])
+def test_tensors_one_behind_the_other_are_averaged_where_they_are(
+    world_of_2: World, codec: str
+) -> None:
+    for sound, beside, apart, behind in world_of_2.run(case_side_by_side, codec=codec):
+        assert all(sound)
+        assert (beside, apart, behind) == (0, 46 * 4, 46 * 4)
+
+
 # --- asynchronous calls ---------------------------------------------------------------------------
 
 

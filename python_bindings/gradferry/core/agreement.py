@@ -35,6 +35,9 @@ _KINDS = {
 }
 # A record has about 200 bytes per parameter; anything larger than this is not a record.
 MAX_RECORD_BYTES = 1 << 30
+# Of every rank, in the first all-gather: its record's size, and the record's first bytes. That of
+# an outer step fits mostly, which then waits for its slowest rank once instead of twice.
+_SIZE_BYTES, _FIRST_BYTES = 8, 1024
 
 
 def hash64(text: str) -> int:
@@ -108,28 +111,37 @@ def gather_records(record: Record, group: dist.ProcessGroup, device: torch.devic
 
 
 def _gather_records(record: Record, group: dist.ProcessGroup, device: torch.device) -> list[Record]:
-    world_size = group.size()
-    data = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
-    # By methods of the group: where there is a default group, and torch does not know this one,
-    # functions of torch.distributed replace an error by another.
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
-    size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
-    wait_or_hear(group.allgather([sizes], [size]), group)
-    largest = max(int(size) for size in sizes)
-    if not 0 < largest <= MAX_RECORD_BYTES:
+    data = json.dumps(record).encode()
+    announced = len(data).to_bytes(_SIZE_BYTES, "little", signed=True) + data
+    firsts = _all_gather(announced[:_FIRST_BYTES], _FIRST_BYTES, group, device)
+    sizes = [int.from_bytes(first[:_SIZE_BYTES], "little", signed=True) for first in firsts]
+    smallest, largest = min(sizes), max(sizes)
+    if smallest <= 0 or largest > MAX_RECORD_BYTES:
         raise ProtocolError(
-            f"a rank announced a record of {largest} bytes; run gradferry's attach, and nothing "
-            "else, on all ranks at this point"
+            f"a rank announced a record of {smallest if smallest <= 0 else largest} bytes; run "
+            "gradferry's attach, and nothing else, on all ranks at this point"
         )
-    padded = torch.zeros(largest, dtype=torch.uint8, device="cpu")
-    padded[: data.numel()] = data
-    sent = padded.to(device)  # a collective need not hold what it sends
-    gathered = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(world_size)]
-    wait_or_hear(group.allgather([gathered], [sent]), group)
+    left = _SIZE_BYTES + largest - _FIRST_BYTES
+    rests = [b""] * len(firsts)
+    if left > 0:
+        rests = _all_gather(announced[_FIRST_BYTES:], left, group, device)
     return [
-        _parse(part.cpu()[: int(length)].numpy().tobytes(), rank)
-        for rank, part, length in zip(world_ranks(group), gathered, sizes, strict=True)
+        _parse((first[_SIZE_BYTES:] + rest)[:size], rank)
+        for rank, first, rest, size in zip(world_ranks(group), firsts, rests, sizes, strict=True)
     ]
+
+
+def _all_gather(
+    data: bytes, num_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> list[bytes]:
+    """What every rank passes, each with zeros up to this size."""
+    padded = torch.frombuffer(bytearray(data.ljust(num_bytes, b"\0")), dtype=torch.uint8)
+    sent = padded.to(device)  # a collective need not hold what it sends
+    gathered = [torch.zeros_like(sent) for _ in range(group.size())]
+    # By a method of the group: where there is a default group, and torch does not know this one,
+    # functions of torch.distributed replace an error by another.
+    wait_or_hear(group.allgather([gathered], [sent]), group)
+    return [part.cpu().numpy().tobytes() for part in gathered]
 
 
 def _parse(data: bytes, rank: int) -> Record:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ class CommonParameters:
     Attributes:
         names: of the parameters of the model that require grad.
         tensors: the common parameters, in this order: of this rank's shards under FSDP2.
-        changes: common minus local, and then their average over ranks: of the shapes of `tensors`.
+        changes: common minus local, and then their average over ranks: of the shapes of `tensors`,
+            and in memory one behind the other, so that a Reducer need not copy them.
         outer: the optimizer of `tensors`.
         device: of all these.
 
@@ -80,7 +81,7 @@ class CommonParameters:
             )
             for now in self._local()
         ]
-        self.changes = [torch.zeros_like(each) for each in self.tensors]
+        self.changes = _side_by_side(self.tensors)
         self.outer = _outer_optimizer(make_outer, self.tensors)
         self._made = {"type": type(self.outer).__name__, "groups": outline(self.outer)["groups"]}
 
@@ -301,6 +302,17 @@ class CommonParameters:
             raise
         for name, start in zip(self.names, self.tensors, strict=True):
             start.copy_(common[name])
+
+
+def _side_by_side(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Zeros of their shapes: for each dtype, views of one flat tensor, in their order."""
+    views: dict[torch.dtype, Iterator[torch.Tensor]] = {}
+    for dtype in {each.dtype for each in tensors}:
+        sizes = [each.numel() for each in tensors if each.dtype == dtype]
+        views[dtype] = iter(
+            torch.zeros(sum(sizes), dtype=dtype, device=tensors[0].device).split(sizes)
+        )
+    return [next(views[each.dtype]).view(each.shape) for each in tensors]
 
 
 def _copied(state: Any) -> Any:

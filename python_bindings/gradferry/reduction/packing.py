@@ -1,6 +1,7 @@
 """Tensors as the buckets that an engine averages, and back.
 
-Tensors are copied into buckets, because an engine's bucket is one piece of memory, as DDP's is.
+An engine's bucket is one piece of memory, as DDP's is, into which tensors are copied that do not
+lie one behind the other.
 Buckets of DDP's size hide the encoding of one behind the exchange of another.
 """
 
@@ -51,9 +52,9 @@ class _Room:
 class Packing:
     """How tensors are divided into buckets, equal on all ranks.
 
-    Tensors of one dtype share a bucket, in their order, until it is full. A tensor that is alone in
-    its bucket, because it fills one or for want of others, is averaged where it is, if its elements
-    lie in memory as those of the registered tensor did. Others are copied there and back.
+    Tensors of one dtype share a bucket, in their order, until it is full. They are averaged where
+    they are if they lie one behind the other, as one that is alone in its bucket does, and each as
+    the registered tensor did. Others are copied there and back.
 
     Args:
         parameters: of the tensors, as agreed by all ranks.
@@ -88,26 +89,36 @@ class Packing:
         packed = Packed([], [], self._unpacked)
         for room in self._rooms:
             mine = [tensors[index] for index in room.indices]
-            flat = self._in_place(room.indices[0], mine[0]) if len(mine) == 1 else None
+            flat = self._in_place(room.indices, mine)
             if flat is None:
                 flat = self._filled(room, mine)
                 packed.copies.append((mine, room.views))
-            elif not mine[0].is_inference():
+            else:
                 # The engine writes behind the back of autograd, which must notice.
-                torch.autograd.graph.increment_version(mine[0])
+                for each in mine:
+                    if not each.is_inference():
+                        torch.autograd.graph.increment_version(each)
             packed.buckets.append((room.indices, flat))
         return packed
 
-    def _in_place(self, index: int, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The tensor's own memory, if its elements lie there as all ranks expect."""
-        layout = self._parameters[index]
-        plain = not tensor.is_conj() and not tensor.is_neg()
-        if not plain or not is_dense(tensor):
-            return None
-        if tuple(_native.bucket_strides(tensor)) != layout.strides:
-            return None
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return real.detach().as_strided((layout.num_elements,), (1,))
+    def _in_place(
+        self, indices: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """The tensors' own memory, if their elements lie there as all ranks expect."""
+        first = tensors[0]
+        storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+        for tensor in tensors:
+            if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != offset:
+                return None
+            offset += tensor.numel()
+        layouts = [self._parameters[index] for index in indices]
+        for layout, tensor in zip(layouts, tensors, strict=True):
+            if tensor.is_conj() or tensor.is_neg() or not is_dense(tensor):
+                return None
+            if tuple(_native.bucket_strides(tensor)) != layout.strides:
+                return None
+        real = torch.view_as_real(first) if first.is_complex() else first
+        return real.detach().as_strided((sum(each.num_elements for each in layouts),), (1,))
 
     @torch.inference_mode(False)
     def _filled(self, room: _Room, tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -26,12 +26,14 @@ from gradferry.reduction.saved_state import (
 )
 
 
-def save(running: Running, passed_steps: int) -> SavedState:
+def save(running: Running, passed_steps: int, kept: Mapping[str, Any] | None = None) -> SavedState:
     """The state of this rank.
 
     Args:
         running: between steps.
         passed_steps: steps that passed through, where there is no engine to count them.
+        kept: what this returned for the same engine, and nobody uses any more: its memory is used
+            again.
 
     Raises:
         StateError: the engine failed, or is in the middle of a step.
@@ -40,7 +42,11 @@ def save(running: Running, passed_steps: int) -> SavedState:
         nothing = zero_residual(0)
         mine = Residuals(passed_steps, nothing, nothing, 0.0)
     else:
-        mine = Residuals(*running.engine.state())
+        slot = (kept or {}).get(f"slot_{running.rank}", {})
+        worker, owner = slot.get("worker"), slot.get("owner")
+        mine = Residuals(*running.engine.state(kept_worker=worker, kept_owner=owner))
+        if kept is not None and mine.worker is worker and mine.owner is owner:
+            return {**kept, "steps": mine.steps, "loss_scale": mine.loss_scale}
     state = pack(_identity(running), running.rank, mine, running.tiles())
     config = running.config
     state[COMPRESSED_WARMUP] = config.warmup_steps if config.holds_gradients(0) else 0

@@ -83,11 +83,13 @@ def meet(group: Group, purpose: str) -> None:
 
 def gather_records(group: Group, record: Record) -> list[Record]:
     data = json.dumps(record).encode()
-    sizes = [
-        int.from_bytes(size, "little") for size in group.all_gather(len(data).to_bytes(8, "little"))
-    ]
-    longest = group.all_gather(data.ljust(max(sizes), b"\0"))
-    return [json.loads(each[:size]) for each, size in zip(longest, sizes, strict=True)]
+    parts = group.all_gather(len(data).to_bytes(8, "little") + data[:1016].ljust(1016, b"\0"))
+    sizes = [int.from_bytes(part[:8], "little") for part in parts]
+    texts = [part[8:] for part in parts]
+    if max(sizes) > 1016:
+        rests = group.all_gather(data[1016:].ljust(max(sizes) - 1016, b"\0"))
+        texts = [text + rest for text, rest in zip(texts, rests, strict=True)]
+    return [json.loads(text[:size]) for text, size in zip(texts, sizes, strict=True)]
 
 
 def identity() -> Record:
