@@ -96,6 +96,8 @@ ELSEWHERE = {
     "peer; needs pypiquant, bitsandbytes, hivemind)",
     "diloco_text_10m": "python benchmarks/diloco.py --task text_10m --seeds 1 --codecs off q4 "
     "rht:bits=2 torchft torchft:q4 (5 minutes; needs torchft)",
+    "diloco_two_hosts": "python benchmarks/diloco.py --task text_10m --hosts 2 --seeds 1 --codecs "
+    "off q4 rht:bits=2 (3 minutes)",
     "soak": "make soak HOURS=2",
     "gpu_check_h100": f"make gpu-check ({_GPU})",
     "codec_h100": "gradferry bench codec --device cuda --dtypes float32 --sizes-mb 8 100 --rounds "

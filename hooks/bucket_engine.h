@@ -51,7 +51,7 @@ FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor);
 struct SavedResiduals {
   at::Tensor worker;
   at::Tensor owner;
-  // Of the gradients they were withheld from; 0: zero residuals, no units yet.
+  // With which gradients were multiplied; 0: zero residuals, no units yet.
   float loss_scale = 0.0F;
 };
 
@@ -110,7 +110,8 @@ class BucketEngine {
 
   // These throw the death of the engine, and Error(kState) in the middle of a step. On a device
   // they wait for its streams, and throw what it has found by then.
-  // `kept`: as for copy_of().
+  // `kept`: an earlier result of this engine that nobody uses any more. Where it fits, its memory
+  // is overwritten and returned.
   EngineState state(const SavedResiduals& kept = {});
   void load_state(const EngineState& state);
   // The result of the last optimizer step will not be used: restores the residuals from before it.

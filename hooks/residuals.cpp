@@ -59,10 +59,11 @@ at::Tensor leaders_part(const Layout& layout, const Parameter& parameter,
   return parts.size() == parameter.num_tiles ? values : at::cat(parts);
 }
 
-at::Tensor copy_of(const at::Tensor& residual, const at::Tensor& kept) {
+at::Tensor copy_residual(const at::Tensor& residual, const at::Tensor& kept) {
   const bool fits = kept.defined() && kept.is_cpu() && kept.is_contiguous() &&
-                    kept.scalar_type() == residual.scalar_type() && kept.sizes() == residual.sizes();
-  const at::Tensor copy = fits ? kept : at::empty_like(residual, residual.options().device(at::kCPU));
+                    !kept.is_inference() && kept.scalar_type() == residual.scalar_type() &&
+                    kept.sizes() == residual.sizes();
+  const at::Tensor copy = fits ? kept : at::empty(residual.sizes(), at::TensorOptions(at::kFloat));
   copy.copy_(residual);
   return copy;
 }

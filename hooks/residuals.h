@@ -34,9 +34,9 @@ void scale_where_finite(const at::Tensor& residual, float factor);
 void scale_by_parameter(const Layout& layout, const std::vector<float>& factors,
                         const at::Tensor& worker, const at::Tensor& owner);
 
-// A copy of `residual` on the CPU: in `kept`, a result of an earlier call, if that has as many
-// elements, else in new memory, whose pages cost more time than the copy.
-at::Tensor copy_of(const at::Tensor& residual, const at::Tensor& kept);
+// A copy of `residual` on the CPU: in `kept`, an earlier result that may be undefined, if that has
+// as many elements, else in new memory, whose pages take longer than the copy.
+at::Tensor copy_residual(const at::Tensor& residual, const at::Tensor& kept);
 
 // Throws Error(kState) unless the tensors are on the CPU, fp32, of one dimension, and of the sizes
 // of this rank's residuals; or both of no elements.

@@ -380,9 +380,9 @@ def diloco() -> str:
     return table(heads, map(line, rows_of("diloco")))
 
 
-def diloco_text_10m() -> str:
-    """Outer steps of the larger model of benchmarks/diloco.py."""
-    rows = rows_of("diloco_text_10m")
+def outer_steps(name: str) -> str:
+    """Outer steps of the larger model of benchmarks/diloco.py, from this file."""
+    rows = rows_of(name)
     plain = next(row for row in rows if row["codec"] == "off")
 
     def line(row: Row) -> list[str]:
@@ -443,7 +443,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
         ef21_muon,
         aggregate_error,
         diloco,
-        diloco_text_10m,
+        outer_steps,
         doctor,
     )
 }

@@ -295,8 +295,8 @@ SavedResiduals DeviceEngine::save_residuals(const SavedResiduals& kept) {
   const c10::StreamGuard guard = behind_all();
   residuals.settle(context_.finish_stream);
   if (commits_) commits_->expect_no_fault();
-  return {copy_of(residuals.worker_tensor(), kept.worker),
-          copy_of(residuals.owner_tensor(), kept.owner), residuals.loss_scale()};
+  return {copy_residual(residuals.worker_tensor(), kept.worker),
+          copy_residual(residuals.owner_tensor(), kept.owner), residuals.loss_scale()};
 }
 
 void DeviceEngine::load_residuals(const SavedResiduals& saved) {

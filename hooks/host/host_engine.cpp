@@ -255,8 +255,8 @@ float HostEngine::loss_scale() const {
 
 SavedResiduals HostEngine::save_residuals(const SavedResiduals& kept) {
   residuals_.settle();
-  return {copy_of(residuals_.worker_tensor(), kept.worker),
-          copy_of(residuals_.owner_tensor(), kept.owner), residuals_.loss_scale()};
+  return {copy_residual(residuals_.worker_tensor(), kept.worker),
+          copy_residual(residuals_.owner_tensor(), kept.owner), residuals_.loss_scale()};
 }
 
 void HostEngine::make_residuals() {

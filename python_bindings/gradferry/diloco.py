@@ -190,8 +190,7 @@ class DiLoCo(OuterSteps):
         self._steps += 1
         self._since += 1
         if self._since >= self._sync_every:
-            with torch.inference_mode(False):
-                self._outer_step()
+            self._outer_step()
 
     @property
     def outer(self) -> torch.optim.Optimizer:

@@ -53,6 +53,21 @@ class ReducerOfChanges(Reducer):
     # A rank whose chunks are all on their way waits for the slowest rank, with an idle link. Large
     # chunks make that wait longer. Over fast links small ones only cost processors' time.
     _CHUNK_BYTES = CHUNK_BYTES // 4
+    _kept: dict[str, Any] | None = None  # for its memory: new pages take longer than a copy
+
+    def fade(self, decay: float) -> dict[str, Any]:
+        """Multiplies the worker residual of this rank by `decay`. Returns the state of before."""
+        kept, self._kept = self._kept, None
+        before = self._saved(kept)
+        if decay != 1.0:
+            slot = f"slot_{self.rank}"
+            worker = before[slot]["worker"] * decay
+            self.load_state_dict({**before, slot: {**before[slot], "worker": worker}})
+        return before
+
+    def give_back(self, before: dict[str, Any] | None) -> None:
+        """Takes what `fade` returned, and nobody has or will use: the next call overwrites it."""
+        self._kept = before
 
 
 class _OuterReducer(ReducerOfChanges):
@@ -68,7 +83,7 @@ class OuterSteps:
     """
 
     _common: CommonParameters
-    _reducer: Reducer
+    _reducer: _OuterReducer
     _members: weakref.ref[dist.ProcessGroup]
     # Arguments, checked.
     _codec: str
@@ -87,7 +102,6 @@ class OuterSteps:
         # average is here, after it.
         self._before: dict[str, Any] | None = None
         self._after: dict[str, Any] | None = None
-        self._kept: dict[str, Any] | None = None  # what was `_before`, of this Reducer
         self._holds_average = False
         self._is_due = False  # an outer step has failed, and all are to take it again
         self._failed: str | None = None  # why this rank needs rejoin()
@@ -97,6 +111,7 @@ class OuterSteps:
 
     # --- an outer step ---
 
+    @torch.inference_mode(False)
     def _outer_step(self) -> None:
         begin = time.monotonic()
         group = self._group()
@@ -126,7 +141,8 @@ class OuterSteps:
             if self._holds_average:
                 self._after = withheld_by(self._reducer)
             self._fail(problem or error)
-        self._kept, self._before = self._before, None
+        self._reducer.give_back(self._before)
+        self._before = None
         self._end_outer_step()
         end = time.monotonic()
         self._outer_ms, self._period_ms = 1e3 * (end - begin), 1e3 * (begin - self._last_end)
@@ -142,7 +158,8 @@ class OuterSteps:
         self._common.measure()
         return {
             "call": OUTER_STEP,
-            **self._position(),
+            "outer_steps": self._outer_steps,
+            "common parameters": record_hash(self._common.hashes()),
             "outer optimizer": outline(self._common.outer)["groups"],
             "drawn": uuid.uuid4().hex,
         }
@@ -156,23 +173,19 @@ class OuterSteps:
             return
         fields = ("call", "outer optimizer")
         raise_first_mismatch([{key: r.get(key) for key in fields} for r in records], group)
-        self._common.expect_equal([hashes_of(r) for r in records], group, self._outer_steps)
+        same = [{"common parameters": record.get("common parameters")} for record in records]
+        if any(record != same[0] for record in same):
+            place = meeting_place(group, self._common.device)
+            each = gather_records({"common": self._common.hashes()}, group, place)
+            self._common.expect_equal([hashes_of(r) for r in each], group, self._outer_steps)
+            raise_first_mismatch(same, group)
         self._running = str(record_hash([r.get("drawn") for r in records]))
 
     def _average(self) -> None:
-        # Who asks for the state of a failed step gets this memory.
-        kept, self._kept = self._kept, None
-        self._before = fade(self._reducer, self._decay, kept)
+        self._before = self._reducer.fade(self._decay)
         self._reducer.all_reduce(self._common.changes)
         settle(self._reducer)
         self._holds_average = True
-
-    def _position(self) -> Record:
-        return {
-            "outer_steps": self._outer_steps,
-            "last": self._last,
-            "common": self._common.hashes(),
-        }
 
     def _end_outer_step(self) -> None:
         self._holds_average = False
@@ -210,6 +223,7 @@ class OuterSteps:
 
     # --- members that come and go ---
 
+    @torch.inference_mode(False)
     def _join(self, members: dist.ProcessGroup, problem: Exception | None) -> None:
         place = meeting_place(members, CPU if problem is not None else self._common.device)
         meet(members, patience(members, place), "come to make a DiLoCo or to rejoin")
@@ -238,8 +252,9 @@ class OuterSteps:
             self._holds_average, self._after = False, None
         if self._before is None and not self._is_new:
             self._before = withheld_by(self._reducer)
+        # A collective of a failed average may still write to the old ones.
+        self._common.make_changes()
         named = list(zip(self._common.names, self._common.tensors, strict=True))
-        self._kept = None
         self._reducer = _OuterReducer(
             named, self._codec, members, bucket_cap_mb=self._bucket_cap_mb, **self._options
         )
@@ -256,7 +271,9 @@ class OuterSteps:
     def _catch_up(self, members: dist.ProcessGroup, place: torch.device) -> bool:
         """Newcomers get what the others have in common. Whether an outer step has failed before."""
         mine = {
-            **self._position(),
+            "outer_steps": self._outer_steps,
+            "last": self._last,
+            "common": self._common.hashes(),
             "inner_steps": self._steps,
             "since": self._since,
             "is_new": self._is_new,
@@ -331,22 +348,6 @@ def options_of_changes(options: Mapping[str, Any]) -> Options:
     if chosen["error_feedback"] == "auto":
         chosen["error_feedback"] = "both"
     return chosen
-
-
-def fade(reducer: Reducer, decay: float, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Multiplies the worker residual of this rank by `decay`. Returns the state of before.
-
-    Args:
-        reducer: between calls.
-        decay: above 0.
-        kept: what an earlier call returned for this Reducer, and nobody uses any more.
-    """
-    before = reducer._saved(kept)
-    if decay != 1.0:
-        slot = f"slot_{reducer.rank}"
-        worker = before[slot]["worker"] * decay
-        reducer.load_state_dict({**before, slot: {**before[slot], "worker": worker}})
-    return before
 
 
 def settle(reducer: Reducer) -> None:

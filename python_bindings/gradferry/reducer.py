@@ -177,7 +177,7 @@ class Reducer(Averaging):
         return self._saved()
 
     def _saved(self, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """See `save_load.save`."""
+        """The state, as `save_load.save` returns it."""
         self._engine_at_rest("save the state")
         return save_load.save(self._started, self._calls.count, kept)
 

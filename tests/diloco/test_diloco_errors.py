@@ -305,6 +305,18 @@ def test_outer_optimizer_that_fails_is_named_and_takes_what_others_have() -> Non
     assert diloco.stats()["outer_steps"] == 1
 
 
+@on_ranks(2)
+def test_ranks_that_rejoin_in_inference_mode_go_on_outside() -> None:
+    model = Plain()
+    optimizer, diloco = make(model)
+    optimizer.step()
+    with torch.inference_mode():
+        diloco.rejoin(dist.new_group())
+        optimizer.step()
+    optimizer.step()
+    assert diloco.stats()["outer_steps"] == 3
+
+
 # --- outer steps that cannot be -------------------------------------------------------------------
 
 

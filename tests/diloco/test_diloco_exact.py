@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry.core import agreement
 from gradferry.reducer import Reducer
 from on_ranks import on_ranks
 from torch import nn
@@ -49,7 +52,7 @@ def test_applied_and_withheld_are_what_ranks_moved(codec: str, decay: float) -> 
     places = set()
     for period in range(OUTER_STEPS):
         if period:
-            places.add(diloco._kept[f"slot_{dist.get_rank()}"]["worker"].data_ptr())
+            places.add(diloco._reducer._kept[f"slot_{dist.get_rank()}"]["worker"].data_ptr())
             faded += (1 - decay) * withheld(diloco._reducer)[0]
         for inner in range(2):
             given = movements(model, dist.get_rank(), period, inner)
@@ -209,6 +212,16 @@ def test_printed_it_says_which_period_hides_an_outer_step() -> None:
     assert f"the last outer step took 30 ms, after 100 ms of training{advice}\n" in str(diloco)
     diloco._outer_ms = 5.0
     assert "the last outer step took 5 ms, after 100 ms of training\n" in str(diloco)
+
+
+@on_ranks(2)
+def test_outer_step_waits_for_the_slowest_rank_once_before_and_once_after_an_average() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
+    optimizer, _ = make(model)
+    gather = agreement._all_gather
+    with mock.patch.object(agreement, "_all_gather", wraps=gather) as gathers:
+        optimizer.step()
+    assert gathers.call_count == 2
 
 
 @on_ranks(2)

@@ -84,7 +84,7 @@ def case_lost(where: str, codec: str) -> None:
                 alone.step(1)
         alone.step(1)
         die()
-    common = alone.diloco.state_dict()["common"]["weight"]
+    common, changes = alone.diloco.state_dict()["common"]["weight"], alone.diloco._common.changes
     deaf = where == "heard by one" and rank == 1
     with Confirming(hear_nothing if deaf else on_all_ranks):
         outcome = attempt(lambda: alone.step(1))
@@ -119,6 +119,8 @@ def case_lost(where: str, codec: str) -> None:
     after = summed(alone.withheld(), group)
     assert torch.equal(alone.applied() + after, before + mean_of(LEFT, 2))
     assert same(held, saved)  # a state that was handed out stays as it is
+    # What a collective of the failed average may still write to is no memory of later ones.
+    assert changes[0].data_ptr() != alone.diloco._common.changes[0].data_ptr()
 
 
 @pytest.mark.parametrize(

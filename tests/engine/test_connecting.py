@@ -146,7 +146,7 @@ def test_rank_that_is_interrupted_while_it_connects_is_named_at_once(world_of_3:
 
 @contextlib.contextmanager
 def few_files() -> Iterator[None]:
-    """This process can open four files more, fewer than its lanes need."""
+    """This process can open fewer files than its lanes need."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     # The limit is of file numbers, of which those in use may leave gaps.
     in_use = {int(number) for number in os.listdir("/proc/self/fd")}  # noqa: PTH208
@@ -173,6 +173,7 @@ def case_cannot_connect(kind: str) -> tuple[Outcome, bool, bool]:
             return connect(*arguments, **named)
 
     before = settled()  # a file of an earlier test that is closed later would be one more to open
+    dist.barrier()
     replaced = fail if dist.get_rank() == 1 else connect
     with little_patience(), mock.patch.object(_native, "connect_lanes", replaced):
         outcome = attempt(lambda: gradferry.attach(ddp, "q4"))

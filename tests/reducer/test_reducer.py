@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gradferry
@@ -187,38 +188,77 @@ def test_only_small_tensors_are_copied(world_of_2: World) -> None:
         assert stats["fallbacks"] == 0
 
 
-def case_side_by_side(codec: str) -> tuple[list[bool], int, int, int]:
-    """Views of one flat tensor, with an empty one and one whose memory is in another order."""
-    shapes = ((3, 5), (0,), (6, 4), (7,))
-    sizes = [math.prod(shape) for shape in shapes]
-    flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(dist.get_rank()))
-    views = [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
-    views[2] = views[2].view(4, 6).t()
-    copies = [view.clone(memory_format=torch.preserve_format) for view in views]
-    named = [(str(index), copy) for index, copy in enumerate(copies)]
-    apart, beside, behind = (gradferry.Reducer(named, codec) for _ in range(3))
-    backwards = torch.cat([copy.t().flatten() for copy in reversed(copies)]).split(sizes[::-1])
-    others = [
-        part.view_as(copy.t()).t() for part, copy in zip(reversed(backwards), copies, strict=True)
-    ]
-    versions = [view._version for view in views]
-    beside.all_reduce(views)
-    apart.all_reduce(copies)
-    behind.all_reduce(others)
-    sound = [torch.equal(x, y) for x, y in zip(views, copies, strict=True)]
-    sound += [torch.equal(x, y) for x, y in zip(others, copies, strict=True)]
-    sound += [view._version > version for view, version in zip(views, versions, strict=True)]
-    return sound, *(each.stats()["packing_bytes"] for each in (beside, apart, behind))
+SIDE_BY_SIDE = ((60, 50), (0,), (4, 6), (7,))
+IN_ALL = 60 * 50 + 4 * 6 + 7
 
 
-# A codec of each kind of way: the engine's, and the backend's own all-reduce.
+def lie(
+    values: list[torch.Tensor], order: tuple[int, ...] = (0, 1, 2, 3), gap: int = 0
+) -> list[torch.Tensor]:
+    """Tensors with these values and strides, in this order in one flat tensor, from its third
+    element on.
+    """
+    flat = torch.zeros(2 + IN_ALL + 4 * gap)
+    found, begin = list(values), 2
+    for index in order:
+        value = values[index]
+        found[index] = flat.as_strided(value.shape, value.stride(), begin).copy_(value)
+        begin += value.numel() + gap
+    return found
+
+
+def lie_in_two_storages(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same without a gap, where the first tensor is in a storage that ends with it."""
+    memory = bytearray(4 * IN_ALL)
+    first = torch.frombuffer(memory, dtype=torch.float32, count=values[0].numel())
+    flat, begin = torch.frombuffer(memory, dtype=torch.float32), 0
+    found = []
+    for value in values:
+        found.append(flat.as_strided(value.shape, value.stride(), begin).copy_(value))
+        begin += value.numel()
+    return [first.view_as(values[0]), *found[1:]]
+
+
+# How tensors lie, and whether a Reducer copies them.
+LYING: dict[str, tuple[Callable[[list[torch.Tensor]], list[torch.Tensor]], bool]] = {
+    "one behind the other": (lie, False),
+    "anywhere": (lambda values: [value.clone() for value in values], True),
+    "in another order": (partial(lie, order=(0, 1, 3, 2)), True),
+    "with gaps": (partial(lie, gap=1), True),
+    "in two storages": (lie_in_two_storages, True),
+}
+
+
+def case_lying(codec: str) -> dict[str, tuple[list[bytes], int, bool]]:
+    """By way to lie: averages of two calls, the second with residuals, and what was copied."""
+    numbers = torch.Generator().manual_seed(dist.get_rank())
+    values = [torch.randn(shape, generator=numbers) for shape in SIDE_BY_SIDE]
+    values[2] = values[2].t()  # its elements lie in another order
+    results = {}
+    for name, (put, _) in LYING.items():
+        tensors = put(values)
+        reducer = gradferry.Reducer([(str(i), value) for i, value in enumerate(values)], codec)
+        versions = [each._version for each in tensors]
+        for _ in range(2):
+            reducer.all_reduce(tensors)
+        changed = all(each._version > v for each, v in zip(tensors, versions, strict=True))
+        bits = [each.contiguous().numpy().tobytes() for each in tensors]
+        results[name] = bits, reducer.stats()["packing_bytes"], changed
+    return results
+
+
+# Through the engine, and by the backend's own all-reduce.
 @pytest.mark.parametrize("codec", ["q4", "off"])
 def test_tensors_one_behind_the_other_are_averaged_where_they_are(
     world_of_2: World, codec: str
 ) -> None:
-    for sound, beside, apart, behind in world_of_2.run(case_side_by_side, codec=codec):
-        assert all(sound)
-        assert (beside, apart, behind) == (0, 46 * 4, 46 * 4)
+    answers = world_of_2.run(case_lying, codec=codec)
+    average = answers[0]["anywhere"][0]
+    for answer in answers:
+        for name, (bits, copied_bytes, changed) in answer.items():
+            assert bits == average, name
+            assert copied_bytes == (4 * IN_ALL if LYING[name][1] else 0), name
+            assert changed, name
 
 
 # --- asynchronous calls ---------------------------------------------------------------------------

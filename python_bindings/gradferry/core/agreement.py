@@ -35,8 +35,8 @@ _KINDS = {
 }
 # A record has about 200 bytes per parameter; anything larger than this is not a record.
 MAX_RECORD_BYTES = 1 << 30
-# Of every rank, in the first all-gather: its record's size, and the record's first bytes. That of
-# an outer step fits mostly, which then waits for its slowest rank once instead of twice.
+# The first all-gather carries every record's size and its first bytes. Short records, as those of
+# an outer step are, need no second one.
 _SIZE_BYTES, _FIRST_BYTES = 8, 1024
 
 
@@ -114,7 +114,8 @@ def _gather_records(record: Record, group: dist.ProcessGroup, device: torch.devi
     data = json.dumps(record).encode()
     announced = len(data).to_bytes(_SIZE_BYTES, "little", signed=True) + data
     firsts = _all_gather(announced[:_FIRST_BYTES], _FIRST_BYTES, group, device)
-    sizes = [int.from_bytes(first[:_SIZE_BYTES], "little", signed=True) for first in firsts]
+    heads = [_bytes_of(first, 0, _SIZE_BYTES) for first in firsts]
+    sizes = [int.from_bytes(head, "little", signed=True) for head in heads]
     smallest, largest = min(sizes), max(sizes)
     if smallest <= 0 or largest > MAX_RECORD_BYTES:
         raise ProtocolError(
@@ -122,26 +123,34 @@ def _gather_records(record: Record, group: dist.ProcessGroup, device: torch.devi
             "gradferry's attach, and nothing else, on all ranks at this point"
         )
     left = _SIZE_BYTES + largest - _FIRST_BYTES
-    rests = [b""] * len(firsts)
+    rests = firsts  # of which nothing is read where all fit
     if left > 0:
         rests = _all_gather(announced[_FIRST_BYTES:], left, group, device)
-    return [
-        _parse((first[_SIZE_BYTES:] + rest)[:size], rank)
-        for rank, first, rest, size in zip(world_ranks(group), firsts, rests, sizes, strict=True)
-    ]
+    records = []
+    for rank, first, rest, size in zip(world_ranks(group), firsts, rests, sizes, strict=True):
+        end = _SIZE_BYTES + size
+        data = _bytes_of(first, _SIZE_BYTES, end) + _bytes_of(rest, 0, end - _FIRST_BYTES)
+        records.append(_parse(data, rank))
+    return records
 
 
 def _all_gather(
     data: bytes, num_bytes: int, group: dist.ProcessGroup, device: torch.device
-) -> list[bytes]:
+) -> list[torch.Tensor]:
     """What every rank passes, each with zeros up to this size."""
     padded = torch.frombuffer(bytearray(data.ljust(num_bytes, b"\0")), dtype=torch.uint8)
-    sent = padded.to(device)  # a collective need not hold what it sends
+    # A collective need not hold what it sends, and may let it go on a thread that must not wait for
+    # Python, as it must to free bytes.
+    sent = padded.to(device, copy=True)
     gathered = [torch.zeros_like(sent) for _ in range(group.size())]
     # By a method of the group: where there is a default group, and torch does not know this one,
     # functions of torch.distributed replace an error by another.
     wait_or_hear(group.allgather([gathered], [sent]), group)
-    return [part.cpu().numpy().tobytes() for part in gathered]
+    return gathered
+
+
+def _bytes_of(tensor: torch.Tensor, begin: int, end: int) -> bytes:
+    return tensor[begin : max(begin, end)].cpu().numpy().tobytes()
 
 
 def _parse(data: bytes, rank: int) -> Record:

@@ -24,13 +24,12 @@ from gradferry.errors import ConfigError, PeerError, ProtocolError, StateError
 from gradferry.outer_steps import (
     REFUSED,
     ReducerOfChanges,
-    fade,
     options_of_changes,
     settle,
     take_up,
     withheld_by,
 )
-from gradferry.reducer import BUCKET_CAP_MB, Reducer, Work, bucket_cap, calls_of, check_config
+from gradferry.reducer import BUCKET_CAP_MB, Work, bucket_cap, calls_of, check_config
 from gradferry.reduction.common_parameters import checked_decay
 
 _INSTALL = 'pip install "gradferry[torchft]"'
@@ -127,9 +126,9 @@ class FragmentAverages:
     """
 
     def __init__(
-        self, fragment: Any, manager: Any, make: Callable[..., Reducer], decay: float
+        self, fragment: Any, manager: Any, make: Callable[..., ReducerOfChanges], decay: float
     ) -> None:
-        self.reducer: Reducer | None = None
+        self.reducer: ReducerOfChanges | None = None
         self._fragment, self._manager, self._make, self._decay = fragment, manager, make, decay
         self._quorum: int | None = None  # of the reducer
         # What this replica has withheld, where `reducer` has not that: before an average that is
@@ -160,6 +159,8 @@ class FragmentAverages:
             committed = bool(self._perform_sync())
         finally:
             if committed:
+                if self.reducer is not None:
+                    self.reducer.give_back(self._withheld)
                 self._withheld = None
             else:
                 self._let_go()
@@ -178,7 +179,7 @@ class FragmentAverages:
     def _post(self) -> None:
         changes: dict[str, Any] = dict(self._fragment._grads)
         reducer = self._reducer_of_quorum(changes)
-        self._withheld = fade(reducer, self._decay)
+        self._withheld = reducer.fade(self._decay)
         # Spares add zeros, and torchft divides the sum by the number of participants.
         takes_part = self._manager.is_participating()
         share = reducer.world_size / self._manager.num_participants() if takes_part else 0.0
@@ -194,7 +195,7 @@ class FragmentAverages:
         work.wait()
         settle(self.reducer)
 
-    def _reducer_of_quorum(self, changes: dict[str, Any]) -> Reducer:
+    def _reducer_of_quorum(self, changes: dict[str, Any]) -> ReducerOfChanges:
         quorum: int = self._manager._quorum_id
         if self.reducer is None or self._quorum != quorum:
             self._let_go()

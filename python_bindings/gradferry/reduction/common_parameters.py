@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,9 +81,21 @@ class CommonParameters:
             )
             for now in self._local()
         ]
-        self.changes = _side_by_side(self.tensors)
+        self.make_changes()
         self.outer = _outer_optimizer(make_outer, self.tensors)
         self._made = {"type": type(self.outer).__name__, "groups": outline(self.outer)["groups"]}
+
+    def make_changes(self) -> None:
+        """Zeros in new memory: for each dtype, views of one flat tensor."""
+        self.changes: list[torch.Tensor] = []
+        flats: dict[torch.dtype, torch.Tensor] = {}  # what is left of each
+        for dtype in {each.dtype for each in self.tensors}:
+            size = sum(each.numel() for each in self.tensors if each.dtype == dtype)
+            flats[dtype] = torch.zeros(size, dtype=dtype, device=self.device)
+        for each in self.tensors:
+            flat = flats[each.dtype]
+            self.changes.append(flat[: each.numel()].view(each.shape))
+            flats[each.dtype] = flat[each.numel() :]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -302,17 +314,6 @@ class CommonParameters:
             raise
         for name, start in zip(self.names, self.tensors, strict=True):
             start.copy_(common[name])
-
-
-def _side_by_side(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Zeros of their shapes: for each dtype, views of one flat tensor, in their order."""
-    views: dict[torch.dtype, Iterator[torch.Tensor]] = {}
-    for dtype in {each.dtype for each in tensors}:
-        sizes = [each.numel() for each in tensors if each.dtype == dtype]
-        views[dtype] = iter(
-            torch.zeros(sum(sizes), dtype=dtype, device=tensors[0].device).split(sizes)
-        )
-    return [next(views[each.dtype]).view(each.shape) for each in tensors]
 
 
 def _copied(state: Any) -> Any:

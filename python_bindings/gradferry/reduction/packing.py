@@ -1,7 +1,7 @@
 """Tensors as the buckets that an engine averages, and back.
 
-An engine's bucket is one piece of memory, as DDP's is, into which tensors are copied that do not
-lie one behind the other.
+An engine's bucket is one piece of memory, as DDP's is. Tensors that do not lie one behind the other
+are copied into one.
 Buckets of DDP's size hide the encoding of one behind the exchange of another.
 """
 
@@ -52,9 +52,9 @@ class _Room:
 class Packing:
     """How tensors are divided into buckets, equal on all ranks.
 
-    Tensors of one dtype share a bucket, in their order, until it is full. They are averaged where
-    they are if they lie one behind the other, as one that is alone in its bucket does, and each as
-    the registered tensor did. Others are copied there and back.
+    Tensors of one dtype share a bucket, in their order, until it is full. Those that lie one behind
+    the other, each with its elements as in the registered tensor, are averaged where they are; so
+    is one that is alone in its bucket. Others are copied there and back.
 
     Args:
         parameters: of the tensors, as agreed by all ranks.
@@ -111,6 +111,8 @@ class Packing:
             if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != offset:
                 return None
             offset += tensor.numel()
+        if offset * first.element_size() > first.untyped_storage().nbytes():
+            return None  # two storages begin at one address
         layouts = [self._parameters[index] for index in indices]
         for layout, tensor in zip(layouts, tensors, strict=True):
             if tensor.is_conj() or tensor.is_neg() or not is_dense(tensor):

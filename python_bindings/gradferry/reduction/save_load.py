@@ -45,6 +45,7 @@ def save(running: Running, passed_steps: int, kept: Mapping[str, Any] | None = N
         slot = (kept or {}).get(f"slot_{running.rank}", {})
         worker, owner = slot.get("worker"), slot.get("owner")
         mine = Residuals(*running.engine.state(kept_worker=worker, kept_owner=owner))
+        # The memory was used, so that there are as many elements, of the same tiles.
         if kept is not None and mine.worker is worker and mine.owner is owner:
             return {**kept, "steps": mine.steps, "loss_scale": mine.loss_scale}
     state = pack(_identity(running), running.rank, mine, running.tiles())

@@ -107,8 +107,14 @@ class _PassedThrough:
             self._works.append(group.allreduce(real))
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        errors = []
+        for work in self._works:  # all: nobody may write to tensors of a call that has returned
+            try:
+                work.wait()
+            except RuntimeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
