@@ -39,6 +39,10 @@ class Alone:
             group=group,
             nodes=nodes,
         )
+        self.diloco.outer.register_step_pre_hook(self._keep_average)
+
+    def _keep_average(self, outer: torch.optim.Optimizer, *_: object) -> None:
+        self._average = outer.param_groups[0]["params"][0].grad.double()
 
     def step(self, number: int) -> None:
         """Moves by minus `change(rank, number)`: an outer step."""
@@ -48,7 +52,7 @@ class Alone:
 
     def applied(self) -> torch.Tensor:
         """The average of the last outer step."""
-        return self.diloco._common.changes[0].double()
+        return self._average
 
     def withheld(self) -> torch.Tensor:
         """This rank's part of what the averages of all lack: worker / W + owner."""
