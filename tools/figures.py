@@ -113,6 +113,9 @@ FIGURES: dict[str, Callable[..., str]] = {
     "above": lambda task, hook: f"{100 * loss(task, hook)[0]:.2f} %",
     "two_deviations": lambda task: f"{200 * spread(task):.2f} %",
     "aggregate_error_by_ranks": _error_by_ranks,
+    "diloco_first_seed": lambda: (
+        f"{row_of('diloco', optimizer='AdamW', codec='q4', synchronous=False)['losses'][0]:.4f}"
+    ),
     "diloco_faster": lambda: _faster_outer_step("q4"),
     "diloco_faster_rht2": lambda: _faster_outer_step("rht:bits=2"),
 }
