@@ -225,6 +225,16 @@ def test_outer_step_waits_for_the_slowest_rank_once_before_and_once_after_an_ave
 
 
 @on_ranks(2)
+def test_state_of_before_is_overwritten_only_where_it_was_given_back() -> None:
+    optimizer, diloco = make(Plain())
+    optimizer.step()  # residuals have memory
+    reducer, slot = diloco._reducer, f"slot_{dist.get_rank()}"
+    reducer.give_back(reducer.fade(1.0))
+    states = [reducer.fade(1.0) for _ in range(3)]
+    assert len({state[slot]["worker"].data_ptr() for state in states}) == 3
+
+
+@on_ranks(2)
 def test_changes_travel_in_small_chunks_of_which_more_are_in_flight() -> None:
     """The bytes in flight are those of a Reducer, which has large chunks."""
     _, diloco = make(Plain())
