@@ -193,12 +193,16 @@ IN_ALL = 60 * 50 + 4 * 6 + 7
 
 
 def lie(
-    values: list[torch.Tensor], order: tuple[int, ...] = (0, 1, 2, 3), gap: int = 0
+    values: list[torch.Tensor],
+    order: tuple[int, ...] = (0, 1, 2, 3),
+    gap: int = 0,
+    flat: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Tensors with these values and strides, in this order in one flat tensor, from its third
     element on.
     """
-    flat = torch.zeros(2 + IN_ALL + 4 * gap)
+    if flat is None:
+        flat = torch.zeros(2 + IN_ALL + 4 * gap)
     found, begin = list(values), 2
     for index in order:
         value = values[index]
@@ -209,14 +213,10 @@ def lie(
 
 def lie_in_two_storages(values: list[torch.Tensor]) -> list[torch.Tensor]:
     """The same without a gap, where the first tensor is in a storage that ends with it."""
-    memory = bytearray(4 * IN_ALL)
-    first = torch.frombuffer(memory, dtype=torch.float32, count=values[0].numel())
-    flat, begin = torch.frombuffer(memory, dtype=torch.float32), 0
-    found = []
-    for value in values:
-        found.append(flat.as_strided(value.shape, value.stride(), begin).copy_(value))
-        begin += value.numel()
-    return [first.view_as(values[0]), *found[1:]]
+    memory = bytearray(4 * (2 + IN_ALL))
+    found = lie(values, flat=torch.frombuffer(memory, dtype=torch.float32))
+    first = torch.frombuffer(memory, dtype=torch.float32, count=2 + values[0].numel())
+    return [first[2:].view_as(values[0]), *found[1:]]
 
 
 # How tensors lie, and whether a Reducer copies them.
