@@ -17,7 +17,7 @@ from gradferry.core.device import CPU
 from gradferry.core.options import Options, takes_options
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction import save_load
-from gradferry.reduction.advice import warn_about_rules, warn_about_surroundings, watch_optimizer
+from gradferry.reduction.advice import warn_about_rules, watch_optimizer
 from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.description import as_asked, describe
 from gradferry.reduction.running import Running, end_optimizer_steps, propose
@@ -121,7 +121,6 @@ class Reducer(Averaging):
         if running.engine is not None:
             exchanges = running.transport.exchanges
             warn_about_rules(running.config, running.parameters, exchanges=exchanges)
-            warn_about_surroundings(running.transport, members)
 
     def all_reduce(self, tensors: Tensors | None = None, async_op: bool = False) -> Work | None:
         """Replaces tensors by their average over all ranks. Collective.

@@ -20,7 +20,7 @@ from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import hooked, placed
 from sharding import Sharding
-from stepping import bits, slot, warned
+from stepping import bits, slot
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from watching import expect_no_race
@@ -202,41 +202,6 @@ def test_devices_report_scales_that_differ_two_steps_later(
     assert [o.error for o in outcomes] == [None] * 4 + [kind]
     assert text in outcomes[4].headline
     expect_no_race()
-
-
-# --- a scaler that nobody updates -----------------------------------------------------------------
-
-
-NOT_UPDATED = {"other scaler": 1, "two optimizers": 0, "no scaler": 0, "hook is gone": 0}
-
-
-@pytest.mark.parametrize("device", ["cpu", "streamed"])
-@pytest.mark.parametrize("how", NOT_UPDATED)
-@on_ranks()
-def test_a_scaler_that_is_never_updated_warns_once(how: str, device: str) -> None:
-    place, group = placed(device)
-    known = torch.amp.GradScaler(place.type, init_scale=8.0)
-    used = torch.amp.GradScaler(place.type, init_scale=8.0) if how == "other scaler" else known
-    model = nn.Linear(40, 40).to(place)
-    if how == "hook is gone":
-        first = DistributedDataParallel(model, process_group=group)
-        hooked(first, grad_scaler=torch.amp.GradScaler(place.type))
-        del first
-    ddp = DistributedDataParallel(model, process_group=group)
-    hooked(ddp, grad_scaler=None if how == "no scaler" else known)
-    optimizers = [torch.optim.SGD([p], lr=0.0) for p in ddp.parameters()]
-    with warned() as caught:
-        for _ in range(5):
-            used.scale(ddp(torch.ones(2, 40, device=place)).mean()).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            used.update(8.0)
-    ours = [w for w in caught if issubclass(w.category, gradferry.GradferryWarning)]
-    assert len(ours) == NOT_UPDATED[how]
-    for warning in ours:
-        assert warning.filename == __file__
-        told = "SGD has stepped 3 times without an update() of the"
-        assert str(warning.message).startswith(told)
 
 
 # --- what exact_skip takes back -------------------------------------------------------------------

@@ -1,35 +1,27 @@
-"""Warnings are gradferry's own category, and seem to come from the user's line; what is said of
-settings that keep the streams of a hook from overlapping; and callbacks after optimizer steps.
+"""Warnings are gradferry's own category, and seem to come from the user's line; and callbacks after
+optimizer steps.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import gc
-import importlib
 import linecache
 import pickle
 import threading
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import gradferry
 import pytest
 import torch
-import torch.distributed as dist
 from gradferry.core.device import Transport, expect_no_blocking
 from gradferry.core.warn import warn
-from gradferry.reduction import advice, step_numbers
-from gradferry.reduction.advice import Surroundings, warn_about_surroundings
+from gradferry.reduction import step_numbers
 from gradferry.reduction.step_numbers import PassCounter, call_after_steps
 from on_ranks import on_ranks
-from sharded_training import Training
-from sharding import Sharding
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -129,64 +121,8 @@ def test_a_warning_can_become_an_error() -> None:
             warn("a text")
 
 
-@pytest.mark.parametrize(
-    ("environment", "high_priority", "parts"),
-    [
-        ({}, True, None),
-        ({}, None, None),  # a backend without priorities
-        ({"TORCH_NCCL_HIGH_PRIORITY": "1"}, False, None),
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, True, None),
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, True, ("into one queue", "unset it")),
-        ({}, False, ("normal priority", "TORCH_NCCL_HIGH_PRIORITY=1", "is_high_priority_stream")),
-    ],
-)
-def test_every_setting_is_named_with_what_to_do(environment, high_priority, parts):
-    advice = Surroundings(environment, high_priority, translated=None).advice()
-    if parts is None:
-        assert advice == []
-        return
-    (sentence,) = advice
-    for part in parts:
-        assert part in sentence
-
-
-def test_kernels_that_the_driver_must_translate_are_announced():
-    (sentence,) = Surroundings({}, True, "cuda:0, of compute capability 12.0").advice()
-    assert "no machine code for cuda:0, of compute capability 12.0" in sentence
-    assert "CUDAARCHS=native" in sentence
-
-
 def transport(kind: str, *, exchanges: bool = True, streams: bool = True) -> Transport:
     return Transport(torch.device(kind), exchanges=exchanges, streams=streams)
-
-
-def group_with(options: object) -> SimpleNamespace:
-    return SimpleNamespace(_get_backend=lambda place: SimpleNamespace(options=options))
-
-
-def test_the_priority_is_that_of_the_groups_backend(monkeypatch):
-    monkeypatch.setattr(advice, "this_build", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (9, 0))
-    place = torch.device("cuda", 0)
-    for high in (True, False):
-        options = SimpleNamespace(is_high_priority_stream=high)
-        assert Surroundings.of(place, group_with(options)).high_priority is high
-    assert Surroundings.of(place, group_with(SimpleNamespace())).high_priority is None
-
-
-def test_only_hooks_that_exchange_on_streams_of_a_gpu_are_told(monkeypatch):
-    loud = Surroundings({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, high_priority=False, translated=None)
-    monkeypatch.setattr(Surroundings, "of", classmethod(lambda cls, place, group: loud))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_about_surroundings(transport("cpu", streams=False), group_with(None))
-        warn_about_surroundings(transport("cuda", streams=False), group_with(None))
-        warn_about_surroundings(transport("cuda", exchanges=False), group_with(None))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        warn_about_surroundings(transport("cuda"), group_with(None))
-    assert len(told) == 2
-    assert told[0].filename == __file__
 
 
 @pytest.mark.parametrize("name", ["TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"])
@@ -200,26 +136,6 @@ def test_collectives_that_block_the_host_are_refused(monkeypatch, name):
         expect_no_blocking(transport("cuda", exchanges=False))
     monkeypatch.setenv(name, "0")
     expect_no_blocking(transport("cuda"))
-
-
-@pytest.mark.parametrize("way", ["hook", "shards", "reducer"])
-@on_ranks()
-def test_every_way_in_looks_at_its_surroundings(way: str) -> None:
-    told: list[tuple[Transport, object]] = []
-    with contextlib.ExitStack() as stack:
-        for name in ("ddp.state", "fsdp.attach", "reducer"):
-            module = importlib.import_module(f"gradferry.{name}")
-            note = mock.patch.object(module, "warn_about_surroundings", lambda *of: told.append(of))
-            stack.enter_context(note)
-        if way == "hook":
-            gradferry.attach(DistributedDataParallel(nn.Linear(40, 40)), "q4")
-        elif way == "reducer":
-            gradferry.Reducer({"a": torch.zeros(40, 40)}, "q4")
-        else:
-            Training(Sharding(dist.get_world_size(), 1), {"codec": "q4"})
-    ((place, group),) = told
-    assert place.device.type == "cpu"
-    assert isinstance(group, dist.ProcessGroup)
 
 
 def test_passes_are_counted_for_each_optimizer() -> None:

@@ -206,43 +206,120 @@ def to_bfloat16(training: Training) -> None:
     training.model.to(torch.bfloat16)
 
 
+def head_replaced(training: Training) -> None:
+    """All other parameters are reduced as before."""
+    new_head(training.model)
+
+
+THROUGH_ITSELF = "forward pass through itself, not through ddp.module"
+# What is done, after how many steps it is said, what, and the kind of hook.
 SILENT = [
-    (through_module, "not through ddp.module", {}),
-    (replaced, "parameter '0.weight' was replaced after attach", {"native": False}),
+    (through_module, 3, THROUGH_ITSELF, {}),
+    (replaced, 1, "parameter '0.weight' was replaced after attach", {"native": False}),
+    (head_replaced, 1, "parameter '2.weight' was replaced after attach", {}),
     (
         to_bfloat16,
-        "parameter '0.weight' was torch.float32 at attach and is torch.bfloat16",
+        1,
+        "'0.weight' was torch.float32 at attach and is torch.bfloat16",
         {"codec": "off"},
     ),
-    (through_module, "not through ddp.module", {"codec": "off", "native": False}),
+    (through_module, 3, THROUGH_ITSELF, {"codec": "off", "native": False}),
 ]
 
 
-def check_silent(change: Callable[[Training], None], why: str, kind: dict[str, Any]) -> None:
-    training = Training()
+def check_silent(
+    change: Callable[[Training], None], after: int, why: str, kind: dict[str, Any]
+) -> None:
+    training = Training(find_unused_parameters=change is head_replaced)
     hooked(training.ddp, **kind)
     with texts(__file__) as early:
         training.train(4)
         change(training)
         optimizer = SGD(training.model.parameters(), lr=0.01)
-        training.train(2, lambda *_, **__: optimizer)
+        training.train(after - 1, lambda *_, **__: optimizer)
     assert early == []
     with texts(__file__) as said, logged() as log:
-        training.train(5, lambda *_, **__: optimizer)
+        training.train(1, lambda *_, **__: optimizer)
+    with texts(__file__) as more:
+        training.train(4, lambda *_, **__: optimizer)
     (text,) = said
     assert log == ([text] if dist.get_rank() == 0 else [])
-    assert text.startswith("SGD has stepped 3 times in a row without a synced backward")
-    assert "ranks drift apart" in text
+    assert text.startswith("SGD ")
+    assert "not averaged, and ranks drift apart" in text
     assert why in text
+    assert more == []
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize(("change", "why", "kind"), SILENT)
+@pytest.mark.parametrize(("change", "after", "why", "kind"), SILENT)
 @on_ranks()
 def test_hook_that_is_no_longer_called_is_warned_about_once(
-    change: Callable[[Training], None], why: str, kind: dict[str, Any]
+    change: Callable[[Training], None], after: int, why: str, kind: dict[str, Any]
 ) -> None:
-    check_silent(change, why, kind)
+    check_silent(change, after, why, kind)
+
+
+class Absent:
+    """Steps for which the hook is not called, or not at last."""
+
+    @staticmethod
+    def bypassed(training: Training, x: torch.Tensor) -> None:
+        training.model(x).square().mean().backward()
+
+    @staticmethod
+    def local(training: Training, x: torch.Tensor) -> None:
+        with training.ddp.no_sync():
+            training.ddp(x).square().mean().backward()
+
+    @staticmethod
+    def local_at_last(training: Training, x: torch.Tensor) -> None:
+        training.ddp(x).square().mean().backward()
+        Absent.local(training, x)
+
+
+@pytest.mark.parametrize("period", [1, 2, 5, 14, 16])
+@pytest.mark.parametrize("way", [Absent.bypassed, Absent.local, Absent.local_at_last])
+@on_ranks()
+def test_hook_that_is_not_called_once_in_a_while_is_warned_about(
+    way: Callable[[Training, torch.Tensor], None], period: int
+) -> None:
+    """Every `period`-th step; a pass without gradients lies before each."""
+    training = Training()
+    hooked(training.ddp)
+    optimizer = SGD(training.ddp.parameters(), lr=0.01)
+    with texts(__file__) as said:
+        for step in range(4 * period):
+            optimizer.zero_grad()
+            absent = step % period == period - 1
+            (way if absent else lambda t, x: t.ddp(x).square().mean().backward())(
+                training, inputs(step)
+            )
+            with torch.no_grad():
+                training.ddp(inputs(step))
+            optimizer.step()
+    # Steps that all are local are meant; others are told from accidents by their share.
+    assert len(said) == (period < 16 and not (way is Absent.local and period == 1))
+    for text in said:
+        assert (THROUGH_ITSELF in text) == (way is Absent.bypassed)
+        assert "no_sync()" in text
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@on_ranks()
+def test_optimizer_in_backward_ends_all_ranks(everywhere: bool) -> None:
+    """It steps on the gradients of its rank, before they are averaged."""
+    training = Training()
+    hooked(training.ddp)
+    optimizer = SGD(training.ddp.parameters(), lr=0.01)
+    mine = everywhere or dist.get_rank() == 0
+    if mine:
+        training.model[2].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with training.ddp.no_sync():  # as in local SGD, where that is meant
+        training.train(2, lambda *_, **__: optimizer)
+    outcome = attempt(lambda: training.train(1, lambda *_, **__: optimizer))
+    assert outcome.error == ("StateError" if mine else "PeerError")
+    assert "SGD steps inside the backward pass" in outcome.text
+    assert "Call step() after backward()" in outcome.text
 
 
 @on_ranks(1)

@@ -54,8 +54,7 @@ class Options(TypedDict, total=False):
             exactly where that changes by powers of two. Ranks compare their scales at attach and in
             every step, and raise `RankMismatchError` where they differ, on a device two steps
             later. Under ``join()`` a rank without input does not update its scaler: a scale that
-            changes there is such an error. An optimizer that steps three times without an
-            ``update()`` of the scaler causes a warning.
+            changes there is such an error.
         nonfinite: ``"propagate"`` delivers NaN and infinity to every rank; ``"raise"`` raises
             `StateError` on every rank, after which the hook is finished, as after any error.
         exact_skip: if true, a step whose result holds a NaN or infinity, which a GradScaler skips,

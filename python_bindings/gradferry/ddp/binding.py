@@ -57,7 +57,7 @@ class Binding:
     def resume(self, steps: int) -> None:
         """Continues from a checkpoint after so many steps."""
         self.hook.resume(steps)
-        self.watch.compare_later(self.hook)
+        self.watch.compare_later()
         if self.handover is not None:
             self.handover.start(self.hook)
 
@@ -118,7 +118,8 @@ def bind(
     end_optimizer_steps(running)
     name = f"gradferry:{running.codec_asked_for}" if native else None
     register(model, binding.hook, watch_use=_must_watch_use(running), name=name)
-    binding.watch.start(binding.hook)
+    binding.watch.start()
+    model.ddp.no_sync = binding.watch.no_sync  # type: ignore[method-assign]
     return binding
 
 
@@ -139,7 +140,7 @@ def _build(
     if config.momentum and config.warmup_steps and running.engine and running.world_size > 1:
         handover = MomentumHandover(running, place)
         handover.start(hook)
-    watch = ModelWatch(model, running, native=native)
+    watch = ModelWatch(model, running, hook, native=native)
     return Binding(running, hook, chooser, model.reference, handover, watch)
 
 
@@ -193,7 +194,7 @@ def _state_without_hook(model: weakref.ref[DistributedDataParallel]) -> dict[str
         "a copied or pickled DistributedDataParallel has no communication hook and would train "
         "uncompressed: attach again",
     )
-    guards = ("_update_process_group", "register_comm_hook", "join_hook", "__getstate__")
+    guards = ("_update_process_group", "register_comm_hook", "join_hook", "no_sync", "__getstate__")
     return {**{key: state[key] for key in state if key not in guards}, "_comm_hooks": []}
 
 

@@ -92,11 +92,14 @@ def has_python_hook(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._comm_hooks)
 
 
-def synchronizes(ddp: DistributedDataParallel) -> bool:
-    """Whether the last forward pass was meant to end in averaged gradients: not one under
-    ``no_sync()``, as in local SGD, and none without gradients. True before the first one.
-    """
-    return bool(ddp.require_forward_param_sync)
+def is_under_no_sync(ddp: DistributedDataParallel) -> bool:
+    """Whether the model is under ``no_sync()`` now."""
+    return not ddp.require_backward_grad_sync
+
+
+def forward_was_local(ddp: DistributedDataParallel) -> bool:
+    """Whether the last forward pass was under ``no_sync()``, or without gradients."""
+    return not ddp.require_forward_param_sync
 
 
 def trained_parameters(

@@ -26,7 +26,7 @@ from gradferry.ddp.auto import Choice, Chooser
 from gradferry.ddp.binding import Binding, bind
 from gradferry.errors import ConfigError, GradferryError, StateError
 from gradferry.reduction import save_load
-from gradferry.reduction.advice import warn_about_rules, warn_about_surroundings, watch_optimizer
+from gradferry.reduction.advice import warn_about_rules, watch_optimizer
 from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.description import as_asked, describe
 from gradferry.reduction.momentum import DeliveredMomentum
@@ -90,12 +90,12 @@ class HookState(Averaging):
         and register them nowhere, without a word: Lightning does, on the CPU. What it trains may be
         another model, so this is no error.
         """
-        text = f"{self!r} compresses nothing, no model uses it: {_HOW_TO_BIND}"
+        text = f"compressed: {self!r} compresses nothing, no model uses it: {_HOW_TO_BIND}"
         self._unused = watch_hook(
             self,
             passes=lambda: 0,
             trains=lambda _: dist.is_initialized() and dist.get_world_size() > 1,
-            explain=lambda _: text,
+            explain=lambda: text,
         )
 
     def _end_watch_for_use(self) -> None:
@@ -123,7 +123,6 @@ class HookState(Averaging):
         if running.engine is not None:
             exchanges = running.transport.exchanges
             warn_about_rules(running.config, running.parameters, exchanges=exchanges)
-            warn_about_surroundings(running.transport, running.group)
 
     def _bound(self) -> Binding:
         if self._binding is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,18 +11,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from gradferry import _native
-from gradferry.ddp.model import Model, has_python_hook, synchronizes, trained_parameters
+from gradferry.ddp.model import (
+    Model,
+    forward_was_local,
+    has_python_hook,
+    is_under_no_sync,
+    trained_parameters,
+)
 from gradferry.reduction.running import Running
-from gradferry.reduction.silent_hook import has_gradients_of, silence_of, watch_hook
+from gradferry.reduction.silent_hook import AVERAGED, has_gradients_of, watch_hook
 
 _REBUILD = (
     "build a new DistributedDataParallel after the last change to the model's parameters, and "
     "attach to that"
 )
-# By model that has a hook: what the hook runs, and in how many synced passes it was called.
-_hooked: WeakKeyDictionary[DistributedDataParallel, tuple[Running, Callable[[], int]]] = (
-    WeakKeyDictionary()
-)
+# By model that has a hook.
+_watches: WeakKeyDictionary[DistributedDataParallel, ModelWatch] = WeakKeyDictionary()
 
 
 class ModelWatch:
@@ -33,131 +38,181 @@ class ModelWatch:
     Args:
         model: has been checked.
         running: of its hook.
+        hook: what its hook calls.
         native: whether attach registered the hook; else the user must.
     """
 
-    def __init__(self, model: Model, running: Running, *, native: bool) -> None:
+    def __init__(
+        self, model: Model, running: Running, hook: _native.BucketHook, *, native: bool
+    ) -> None:
         self._model = model.reference
         self._apart = model.apart
         self._running = running
+        self._hook = hook
         self._native = native
         # Where everything passes through, nothing is checked.
         self._every = running.config.check_every if running.engine is not None else 0
-        self._kinds = [_kind_of(parameter) for _, parameter in model.named]
+        self._kinds = {id(each): (each.dtype, each.device) for _, each in model.named}
+        self._strangers: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
         self._passes = 0
+        self._unsynced_after = -1  # so many synced passes there was the last under no_sync()
         # Passes of other models when the last one of this model was counted.
         self._others: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
 
-    def start(self, hook: _native.BucketHook) -> None:
+    def start(self) -> None:
         """Begins, once the model has its hook."""
         ddp = self._model()
         assert ddp is not None  # the caller has it
-        self._count(hook)
-        _hooked[ddp] = self._running, hook.finished_steps
-        self.compare_later(hook)
+        self.passes()
+        _watches[ddp] = self
+        self.compare_later()
         watch_hook(
             ddp,
-            passes=lambda: self._count(hook),
+            passes=self.passes,
             trains=self.trains,
             explain=self.explain,
-            check=lambda: self.expect_unchanged(hook),
+            is_local=self.is_local,
+            inspect=self.inspect,
+            check=self.expect_unchanged,
             check_every=self._every,
         )
 
-    def compare_later(self, hook: _native.BucketHook) -> None:
+    def compare_later(self) -> None:
         """Makes the hook compare parameters at the first bucket of every step that `check_every`
         says, at the same point on all ranks.
         """
         if self._every:
-            hook.call_at(self._every, self._check, "parameters")
+            self._hook.call_at(self._every, self._check, "parameters")
 
     def _check(self, hook: _native.BucketHook, step: int) -> None:
         hook.call_at((step // self._every + 1) * self._every, self._check, "parameters")
-        self.expect_unchanged(hook)
+        self.expect_unchanged()
 
-    def expect_unchanged(self, hook: _native.BucketHook) -> None:
+    def expect_unchanged(self) -> None:
         """Ends the hook on all ranks if the parameters that train are not those of attach.
 
         Raises:
             StateError: they are not.
         """
         if change := self.change():
-            hook.fail(f"{change}; {_REBUILD}")
+            self._hook.fail(f"{change}; {_REBUILD}")
 
-    def change(self) -> str | None:
-        """How the parameters that train differ from those that DDP reduces; None: they do not."""
-        ddp, running = self._model(), self._running
-        names = {parameter.name for parameter in running.parameters}
-        for name, parameter in () if ddp is None else trained_parameters(ddp, self._apart):
-            if parameter not in running.index:
+    def change(self, among: Collection[int] | None = None) -> str | None:
+        """How the parameters that train differ from those that DDP reduces; None: they do not.
+
+        Args:
+            among: ids of the parameters to look at; None: all.
+        """
+        names = {parameter.name for parameter in self._running.parameters}
+        for name, parameter in self._trained():
+            if among is not None and id(parameter) not in among:
+                continue
+            if id(parameter) not in self._kinds:
                 how = "was replaced" if name in names else "was added, or unfrozen,"
                 return (
                     f"parameter {name!r} {how} after attach, so that DistributedDataParallel does "
                     "not reduce its gradient"
                 )
-            for now, before in zip(
-                _kind_of(parameter), self._kinds[running.index[parameter]], strict=True
-            ):
-                if now != before:
+            now = parameter.dtype, parameter.device
+            for mine, before in zip(now, self._kinds[id(parameter)], strict=True):
+                if mine != before:
                     return (
-                        f"parameter {name!r} was {before} at attach and is {now}, so that "
+                        f"parameter {name!r} was {before} at attach and is {mine}, so that "
                         "DistributedDataParallel no longer reduces its gradient"
                     )
         return None
 
-    def _count(self, hook: _native.BucketHook) -> int:
-        """Synced passes so far in which the hook was called."""
-        passes = hook.finished_steps()
-        if passes != self._passes:
-            self._passes = passes
-            self._others.update({ddp: count() for ddp, (_, count) in list(_hooked.items())})
-        return passes
-
-    def trains(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has stepped on gradients of the model that DDP should have reduced,
-        with the parameters that the model has now.
+    def _trained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and parameters that the model trains now, as far as this hook answers for them.
 
         Another DistributedDataParallel around the same parameters, such as the one that replaced
         this one, answers for those that it reduces: while its hook was called after this one, or
         its steps are meant to be local.
         """
         ddp = self._model()
-        if ddp is None or not synchronizes(ddp):
-            return False
-        reduced_elsewhere = [
-            running.index
-            for other, (running, passes) in list(_hooked.items())
+        if ddp is None:
+            return
+        elsewhere = [
+            watch
+            for other, watch in list(_watches.items())
             if other is not ddp
-            and (passes() > self._others.get(other, 0) or not synchronizes(other))
+            and (watch.passes() > self._others.get(other, 0) or watch.is_local())
         ]
-        mine = (
-            parameter
-            for _, parameter in trained_parameters(ddp, self._apart)
-            if not any(parameter in index for index in reduced_elsewhere)
-        )
-        return has_gradients_of(optimizer, mine)
+        for name, parameter in trained_parameters(ddp, self._apart):
+            if not any(id(parameter) in watch._kinds for watch in elsewhere):
+                yield name, parameter
 
-    def explain(self, optimizer: Optimizer) -> str:
-        """The warning that the hook is not called."""
+    def passes(self) -> int:
+        """Synced passes so far in which the hook was called."""
+        passes = self._hook.finished_steps()
+        if passes != self._passes:
+            self._passes = passes
+            others = list(_watches.items())
+            self._others.update({ddp: watch._hook.finished_steps() for ddp, watch in others})
+        return passes
+
+    def is_local(self) -> bool:
+        """Whether the last pass was under ``no_sync()``."""
+        ddp = self._model()
+        inside = ddp is not None and is_under_no_sync(ddp)
+        return inside or self._unsynced_after == self._hook.finished_steps()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Replaces the method of this name of the model, and notes when a pass was under it."""
+        ddp = self._model()
+        assert ddp is not None  # its attribute is being called
+        with type(ddp).no_sync(ddp):
+            yield
+        if forward_was_local(ddp):
+            self._unsynced_after = self._hook.finished_steps()
+
+    def inspect(self, optimizer: Optimizer, may_take_long: bool) -> str | None:
+        """Warns of an optimizer that trains what DDP does not reduce.
+
+        Raises:
+            StateError: it has stepped inside a backward pass, before gradients are averaged.
+        """
+        groups = optimizer.param_groups
+        used = {id(p) for group in groups for p in group["params"] if p.grad is not None}
+        name = type(optimizer).__name__
+        if self._steps_too_early(used):
+            self._hook.fail(
+                f"{name} steps inside the backward pass, where gradients are those of this rank: "
+                "DistributedDataParallel averages them later. Call step() after backward()"
+            )
+        strangers = used.difference(self._kinds, self._strangers.get(optimizer, ()))
+        self._strangers.setdefault(optimizer, set()).update(strangers)
+        if not (strangers or may_take_long) or not (change := self.change(used)):
+            return None
+        return f"{name} steps on gradients that are not {AVERAGED}{change}; {_REBUILD}"
+
+    def _steps_too_early(self, used: Collection[int]) -> bool:
+        ddp = self._model()
+        if torch._C._current_graph_task_id() < 0 or ddp is None or forward_was_local(ddp):
+            return False
+        running = self._running
+        acts = running.transport.exchanges or running.config.momentum
+        return bool(acts) and not self._kinds.keys().isdisjoint(used)
+
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has stepped on gradients of the model that DDP should have reduced,
+        with the parameters that the model has now.
+        """
+        return has_gradients_of(optimizer, (parameter for _, parameter in self._trained()))
+
+    def explain(self) -> str:
+        """What does not happen where the hook is not called, and why."""
         ddp = self._model()
         assert ddp is not None  # an optimizer trains it
         if not self._native and not has_python_hook(ddp):
-            why = (
+            return (
                 "compressed, because no model has the HookState: call "
                 "ddp.register_comm_hook(state, gradferry.hook) before the first backward pass, or "
                 "use gradferry.attach(ddp, ...), which registers"
             )
-        elif change := self.change():
-            why = f"averaged, and ranks drift apart: {change}; {_REBUILD}"
-        else:
-            why = (
-                "averaged, and ranks drift apart: DistributedDataParallel calls its hook after "
-                "loss.backward() of a forward pass through itself, not through ddp.module; where "
-                "this is meant, as in local SGD, use ddp.no_sync()"
-            )
-        return silence_of(optimizer) + why
-
-
-def _kind_of(parameter: torch.Tensor) -> tuple[torch.dtype, torch.device]:
-    """What a parameter must keep for DDP to reduce it."""
-    return parameter.dtype, parameter.device
+        return (
+            f"{AVERAGED}DistributedDataParallel calls its hook after loss.backward() of a forward "
+            "pass through itself, not through ddp.module; where this is meant, as in local SGD, "
+            "use ddp.no_sync()"
+        )

@@ -37,7 +37,7 @@ from gradferry.fsdp.rendezvous import (
 )
 from gradferry.fsdp.state import ALL_GATHER, REDUCE_SCATTER, REPLICAS, Attached, ShardedState
 from gradferry.fsdp.watch import Guard, watch
-from gradferry.reduction.advice import warn_about_rules, warn_about_surroundings, watch_optimizer
+from gradferry.reduction.advice import warn_about_rules, watch_optimizer
 from gradferry.reduction.running import Running, propose
 
 _RECOVERY_HINT = (
@@ -333,9 +333,6 @@ def _finish(
             continue
         exchanges, option = running.transport.exchanges, each.rules_option
         warn_about_rules(running.config, running.parameters, exchanges=exchanges, option=option)
-    first = attached[0].running
-    if first.engine is not None:
-        warn_about_surroundings(first.transport, first.group)
 
 
 def _check_modules(modules: Sequence[ShardedModule]) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
-from torch.optim.optimizer import Optimizer
 
 from gradferry.core.names import first_of
 from gradferry.fsdp.hooks import fail, synced_passes, warn_or_end
@@ -20,13 +19,18 @@ from gradferry.fsdp.model import (
     unsharded_parameters,
 )
 from gradferry.fsdp.state import ALL_GATHER, REDUCE_SCATTER, REPLICAS, Attached
-from gradferry.reduction.silent_hook import has_gradients_of, silence_of, watch_hook
+from gradferry.reduction.silent_hook import has_gradients_of, watch_hook
 
 _NAMES = {
     REPLICAS: "all-reduce hook",
     REDUCE_SCATTER: "reduce-scatter",
     ALL_GATHER: "all-gather",
 }
+
+_NOT_CALLED = (
+    "compressed: FSDP2 calls its hooks after loss.backward() of a forward pass through the model "
+    "that gradferry was attached to"
+)
 
 
 def watch(model: nn.Module, guard: Guard) -> None:
@@ -45,7 +49,7 @@ def watch(model: nn.Module, guard: Guard) -> None:
         model,
         passes=lambda: alive().passes(),
         trains=lambda optimizer: has_gradients_of(optimizer, index),
-        explain=lambda optimizer: alive().explain(optimizer),
+        explain=lambda: _NOT_CALLED,
     )
 
 
@@ -139,10 +143,3 @@ class Guard:
     def passes(self) -> int:
         """Synced backward passes so far."""
         return synced_passes(self.attached[0].hooks)
-
-    def explain(self, optimizer: Optimizer) -> str:
-        """The warning that the hooks are not called."""
-        return silence_of(optimizer) + (
-            "compressed: FSDP2 calls its hooks after loss.backward() of a forward pass through the "
-            "model that gradferry was attached to"
-        )

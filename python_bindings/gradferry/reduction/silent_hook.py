@@ -1,21 +1,55 @@
-"""Warns where optimizers step and nobody calls the hook, or nobody updates the GradScaler."""
+"""Warns where optimizers step on gradients that the hook has not averaged."""
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, field
 
 import torch
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradferry.core.engine import loss_scale
-from gradferry.core.warn import warn, warn_and_log
-from gradferry.reduction.running import Running
+from gradferry.core.warn import warn_and_log
 from gradferry.reduction.step_numbers import PassCounter, call_after_steps
 
-SILENT_STEPS = 3
+SILENT_STEPS = 3  # so many ...
+WINDOW = 30  # ... among so many steps of an optimizer are no accident
+
+
+@dataclass
+class _Steps:
+    """Those of one optimizer.
+
+    Attributes:
+        taken: how many.
+        silent: how many of these without a call of the hook.
+        last: the numbers of the last ones of those.
+        was_local: the last step came after a pass that was not meant to be synced, and no other.
+    """
+
+    taken: int = 0
+    silent: int = 0
+    last: deque[int] = field(default_factory=lambda: deque(maxlen=SILENT_STEPS))
+    was_local: bool = False
+
+    def add(self, *, called: bool, local: bool) -> bool:
+        """Whether a step is silent: the hook was not `called` before it, or a pass followed that
+        was not meant to be synced, `local`.
+        """
+        self.taken += 1
+        was_local, self.was_local = self.was_local, local and not called
+        if self.was_local or (called and not local and not was_local):
+            return False
+        self.silent += 1
+        self.last.append(self.taken)
+        return True
+
+    @property
+    def among(self) -> int:
+        """Steps since the first of the last silent ones."""
+        return self.taken - self.last[0] + 1
 
 
 def watch_hook(
@@ -23,12 +57,17 @@ def watch_hook(
     *,
     passes: Callable[[], int],
     trains: Callable[[Optimizer], bool],
-    explain: Callable[[Optimizer], str],
+    explain: Callable[[], str],
+    is_local: Callable[[], bool] = lambda: False,
+    inspect: Callable[[Optimizer, bool], str | None] = lambda *_: None,
     check: Callable[[], None] = lambda: None,
     check_every: int = 0,
 ) -> RemovableHandle:
-    """Warns once, after an optimizer has trained a model for `SILENT_STEPS` steps in a row without
-    a synced backward pass in between. Rank 0 also logs it.
+    """Warns once of an optimizer that trains a model for `SILENT_STEPS` of `WINDOW` steps, in a row
+    or not, without a synced backward pass just before each. Rank 0 also logs it.
+
+    Steps after passes under ``no_sync()`` alone are meant, as in local SGD, unless synced steps lie
+    between them. A pass under ``no_sync()`` after a synced one, for the same step, is not meant.
 
     Args:
         owner: the watch ends when it is freed. The functions below must not refer to it.
@@ -36,8 +75,11 @@ def watch_hook(
         trains: says whether the last step of an optimizer used gradients that the hook should have
             averaged. It may take long: it is asked after 3, 6, 12, 24 ... silent steps, and when a
             check is due.
-        explain: returns the warning: why the hook is not called, and what to do.
-        check: called in every `check_every`-th of such steps. Its exceptions are raised by the
+        explain: returns what does not happen to the gradients, why, and what to do.
+        is_local: whether the last backward pass was meant not to be synced.
+        inspect: called after every step, with whether it may take long. Returns a warning of what
+            is wrong for certain.
+        check: called in every `check_every`-th silent step. Its exceptions are raised by the
             optimizer's ``step()``.
         check_every: 0: never.
 
@@ -45,35 +87,42 @@ def watch_hook(
         A handle whose ``remove()`` ends the watch.
     """
     counter = PassCounter(passes)
-    silent: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+    by_optimizer: weakref.WeakKeyDictionary[Optimizer, _Steps] = weakref.WeakKeyDictionary()
     warned = False
 
     def look(optimizer: Optimizer) -> None:
         nonlocal warned
-        count = 0 if counter.take(optimizer) else silent.get(optimizer, 0) + 1
-        silent[optimizer] = count
-        checks = check_every > 0 and count > 0 and count % check_every == 0
-        warns = not warned and _is_time_to_ask(count)
-        if not (checks or warns) or not trains(optimizer):
-            return
-        if checks:
-            check()
-        if warns:
+        steps = by_optimizer.setdefault(optimizer, _Steps())
+        called, local = counter.take(optimizer) > 0, is_local()
+        silent = steps.add(called=called, local=local)
+        asks = silent and _is_time_to_ask(steps.silent)
+        text = inspect(optimizer, silent and (asks or steps.silent == 1))
+        checks = silent and not called and check_every > 0 and steps.silent % check_every == 0
+        asks = asks and text is None and not warned and steps.among <= WINDOW
+        if (checks or asks) and trains(optimizer):
+            if checks:
+                check()
+            if asks:
+                text = (
+                    f"{type(optimizer).__name__} has taken {SILENT_STEPS} of its last "
+                    f"{steps.among} steps on gradients of backward passes without gradferry's "
+                    f"hook. They are not {_UNSYNCED if called else explain()}"
+                )
+        if text is not None and not warned:
             warned = True
             if check_every == 0:
                 handle.remove()
-            warn_and_log(explain(optimizer))
+            warn_and_log(text)
 
     handle = call_after_steps(look, owner=owner)
     return handle
 
 
-def silence_of(optimizer: Optimizer) -> str:
-    """How the warning of a model begins; it goes on with what does not happen, and why."""
-    return (
-        f"{type(optimizer).__name__} has stepped {SILENT_STEPS} times in a row without a synced "
-        "backward pass in which gradferry's hook was called. Its gradients are not "
-    )
+AVERAGED = "averaged, and ranks drift apart: "
+_UNSYNCED = (
+    f"{AVERAGED}the last backward pass of these steps was under no_sync(), and others were synced. "
+    "Accumulate under no_sync(), and run the last backward pass of every step outside"
+)
 
 
 def _is_time_to_ask(count: int) -> bool:
@@ -95,34 +144,3 @@ def _is_not_zero(gradient: torch.Tensor) -> bool:
     """``zero_grad(set_to_none=False)`` leaves zeros to models that do not take part."""
     local: torch.Tensor = getattr(gradient, "_local_tensor", gradient)  # that of a DTensor
     return bool(local.norm() != 0)  # also of sparse gradients, and true of NaN
-
-
-# A GradScaler itself refuses a second step of one optimizer before its update().
-_STEPS = 3
-
-
-def watch_scaler(running: Running) -> None:
-    """Warns once if an optimizer of the tensors in `running` steps three times while nothing is
-    written to the loss scale. Every ``update()`` writes to it, even if its value stays the same.
-    """
-    scale = loss_scale(running.config, running.transport.device)
-    if scale is None or running.config.passes_through:
-        return
-    # By optimizer: writes to the scale, and steps since then.
-    seen: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
-
-    def after_step(optimizer: Optimizer) -> None:
-        writes, steps = seen.get(optimizer, (-1, 0))
-        steps = steps + 1 if writes == scale._version else 1
-        seen[optimizer] = scale._version, steps
-        if steps < _STEPS:
-            return
-        handle.remove()
-        warn(
-            f"{type(optimizer).__name__} has stepped {_STEPS} times without an update() of the "
-            "GradScaler that was passed as grad_scaler=, whose scale the residuals follow: pass "
-            "the one that scales the loss and whose step() and update() the training calls, or "
-            "leave grad_scaler= out"
-        )
-
-    handle = call_after_steps(after_step, index=running.index, owner=running)

@@ -21,7 +21,6 @@ from gradferry.core.meeting import exists, meet, patience, say_failed, world_ran
 from gradferry.core.nodes import choose_exchange, identity, received_identities, resolve
 from gradferry.errors import ConfigError, PeerError, StateError
 from gradferry.reduction.running import Running
-from gradferry.reduction.silent_hook import watch_scaler
 
 Started = TypeVar("Started")
 
@@ -124,7 +123,6 @@ def start(
             raise interrupted from None
         raise
     assert built is not None
-    watch_scaler(running)
     return built
 
 
