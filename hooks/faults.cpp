@@ -148,7 +148,9 @@ Error lost_contact(const Loss& loss, uint32_t rank, Phase phase, uint64_t step, 
   if (!loss.store_answers) {
     text += ", and the store does not answer (mostly rank 0 serves it)";
   }
-  return {ErrorKind::kPeer, text + "; look at the other ranks' errors first, then restart"};
+  return {ErrorKind::kPeer, text +
+                                "; look at the other ranks' errors first (one without an error "
+                                "ended earlier), then restart"};
 }
 
 }  // namespace gradferry

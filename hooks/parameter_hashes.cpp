@@ -1,5 +1,8 @@
 #include "parameter_hashes.h"
 
+#include <algorithm>
+#include <iterator>
+
 #include "gradferry/error.h"
 #include "hash64.h"
 
@@ -7,15 +10,21 @@ namespace gradferry {
 void expect_equal_hashes(const std::vector<std::vector<uint64_t>>& by_rank, const Layout& layout,
                          uint64_t step, const Peers& peers) {
   for (size_t index = 0; index < layout.parameters().size(); ++index) {
-    for (uint32_t rank = 1; rank < by_rank.size(); ++rank) {
-      GRADFERRY_EXPECTS(
-          by_rank[rank][index] == by_rank[0][index], kDiverged,
-          "parameter '" + layout.parameters()[index].name + "' of " +
-              name_ranks({peers.in_world(rank)}) + " differs from that of " +
-              name_ranks({peers.in_world(0)}) + " at step " + std::to_string(step) +
-              ", and may not be the only one; look for updates, clipping or random numbers that "
-              "differ between ranks, then go on from a checkpoint that is older than this");
-    }
+    std::vector<uint64_t> hashes;
+    for (const auto& row : by_rank) hashes.push_back(row[index]);
+    const auto count = [&](uint64_t hash) { return std::ranges::count(hashes, hash); };
+    if (count(hashes[0]) == std::ssize(hashes)) continue;
+    const auto usual = std::ranges::max_element(hashes, {}, count);
+    const auto odd = std::ranges::find_if(hashes, [&](uint64_t hash) { return hash != *usual; });
+    const auto name_of = [&](auto found) {
+      return name_ranks({peers.in_world(static_cast<uint32_t>(found - hashes.begin()))});
+    };
+    throw Error(ErrorKind::kDiverged,
+                "parameter '" + layout.parameters()[index].name + "' of " + name_of(odd) +
+                    " differs from that of " + name_of(usual) + " at step " + std::to_string(step) +
+                    ", and may not be the only one; look for updates, clipping or random numbers "
+                    "that differ between ranks, then go on from a checkpoint that is older than "
+                    "this");
   }
 }
 

@@ -11,7 +11,8 @@
 
 namespace gradferry {
 
-// Throws Error(kDiverged) naming the first parameter whose hash differs from the first rank's.
+// Throws Error(kDiverged) naming the first parameter whose hashes differ, and the first rank whose
+// hash most others do not have.
 void expect_equal_hashes(const std::vector<std::vector<uint64_t>>& by_rank, const Layout& layout,
                          uint64_t step, const Peers& peers);
 

@@ -161,10 +161,10 @@ def _cluster(arguments: argparse.Namespace) -> _Cluster:
     world, local = arguments.world, arguments.gpus_per_node
     if local is None:
         local = _PER_NODE if world > _PER_NODE and world % _PER_NODE == 0 else 1
-    if local < 1 or world < 2 or world % local:
-        raise ConfigError(
-            f"--world {world} must be at least 2 and a multiple of --gpus-per-node {local}"
-        )
+    flags.require_between("--gpus-per-node", local, 1, _native.MOST_RANKS)
+    flags.require_between("--world", world, 2, _native.MOST_RANKS)
+    if world % local:
+        raise ConfigError(f"--world {world} must be a multiple of --gpus-per-node {local}")
     if local == 1 and arguments.parallel == HSDP:
         raise ConfigError(
             "--parallel hsdp has a replica on every node, and --gpus-per-node 1 leaves nothing to "
@@ -175,7 +175,6 @@ def _cluster(arguments: argparse.Namespace) -> _Cluster:
             f"--world {world} is one node: its GPUs do not share a network card; choose fewer "
             "--gpus-per-node"
         )
-    flags.require_between("--world", world, 2, _native.MOST_RANKS)
     flags.require_between("--params", arguments.params, 1, 1e12)
     flags.require_between("--bucket-cap", arguments.bucket_cap, 1e-3, 1e3)
     if arguments.compute_ms is not None:

@@ -117,7 +117,8 @@ REFUSED = [
     ("doctor --parallel fsdp", "`gradferry bench train --parallel fsdp --model module:function`"),
     ("doctor --smoke --model nope:x", f"--model {BY_SMOKE}"),
     ("doctor --hooks torch:fp32 q4 --smoke", f"--hooks {BY_SMOKE}"),  # the setting, but named
-    ("plan --world 1", "must be at least 2"),
+    ("plan --world 1", "must be a number from 2"),
+    ("plan --gpus-per-node 0", "--gpus-per-node: 0 must be a number from 1"),
     ("plan --world 10 --gpus-per-node 8", "multiple of --gpus-per-node"),
     ("plan --world 8 --gpus-per-node 8", "is one node"),
     ("plan --link fast", "fast"),

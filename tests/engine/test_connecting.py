@@ -12,12 +12,14 @@ import itertools
 import os
 import resource
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from gradferry.errors import GradferryWarning
 from outcomes import Outcome, attempt, interrupted, little_patience
 from scenario import ChosenGradients, Run, Scenario, Weight
 from torch._C._distributed_c10d import PrefixStore
@@ -37,15 +39,20 @@ def train() -> bool:
     return Run(SCENARIO).step(0)[0] is not None
 
 
-def case_absent(absent: int) -> tuple[Outcome | None, bool]:
+def case_absent(absent: int) -> tuple[Outcome | None, list[str], bool]:
+    """The outcome, what was said while ranks waited, and whether all train afterwards."""
     import gradferry
+    from gradferry.core import meeting
 
     ddp, outcome = plain_ddp(), None
-    if dist.get_rank() != absent:
-        with little_patience():
-            outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
+    at_once = mock.patch.object(meeting, "SAY_AFTER_SECONDS", 0.0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if dist.get_rank() != absent:
+            with little_patience(), at_once:
+                outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
     dist.barrier()
-    return outcome, train()
+    return outcome, [str(w.message) for w in said if w.category is GradferryWarning], train()
 
 
 @pytest.mark.torch_core
@@ -54,11 +61,15 @@ def test_ranks_that_attach_without_one_name_it_and_keep_the_group(
     world_of_3: World, absent: int
 ) -> None:
     answers = world_of_3.run(case_absent, absent=absent)
-    outcomes = [outcome for outcome, _ in answers if outcome is not None]
+    outcomes = [outcome for outcome, _, _ in answers if outcome is not None]
     assert [o.error for o in outcomes] == ["PeerError"] * 2, outcomes
     assert len({o.text for o in outcomes}) == 1, outcomes
     assert outcomes[0].text.startswith(f"rank {absent} did not come to attach within 1 s")
-    assert all(trained for _, trained in answers)
+    # One of them at least, the first; it may have come before the other.
+    said = [text for _, texts, _ in answers for text in texts]
+    assert 1 <= len(said) <= 2
+    assert all(str(absent) in text.partition(" did not come to attach yet")[0] for text in said)
+    assert all(trained for _, _, trained in answers)
 
 
 def case_late() -> tuple[Outcome, bool]:

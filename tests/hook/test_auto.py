@@ -28,7 +28,6 @@ from gradferry.ddp.trial import (
     most_precise,
 )
 from gradferry.ddp.trial import Outcome as Measured
-from gradferry.errors import ConfigError
 from gradferry.reduction import running
 from on_ranks import on_ranks
 from outcomes import attempt
@@ -91,31 +90,32 @@ def case_tried(
     ms: Sequence[dict[str, float]],
     steps: int,
     found: Members | None = None,
-    broken: str = "",
+    broken: tuple[str, str] = ("start_engine", ""),
     again: int = TRY_AGAIN_AFTER,
 ) -> dict[str, Any]:
     """Trains with steps that take what `ms` says of this rank (or of all).
 
-    broken: the codec whose engine does not start on rank 1.
+    broken: what fails on rank 1 when it turns to which codec.
     again: when it tries again.
     """
     run = run_on(scenario, found)
     bound = bound_to(run.state)
     bound.chooser.choice.interval = again
-    make = running.start_engine
+    name, codec = broken
+    whole = getattr(running, name)
 
-    def start_unless_broken(config: Any, *arguments: Any, **options: Any) -> Any:
-        engine = make(config, *arguments, **options)
+    def fail_if_broken(*arguments: Any, **options: Any) -> Any:
+        made = whole(*arguments, **options)
         # Once ranks are connected: the other one would wait for that until half of the timeout.
-        if run.rank == 1 and str(config.codec) == broken:
-            raise ConfigError(f"{broken} does not start here")
-        return engine
+        if run.rank == 1 and str(bound.running.config.codec) == codec:
+            raise MemoryError(f"{name} fails here")
+        return made
 
     seen: list[tuple[str, str]] = []
     gradients, states, reasons, allocations = [], [], [], []
     with (
         logged() as messages,
-        mock.patch.object(running, "start_engine", start_unless_broken),
+        mock.patch.object(running, name, fail_if_broken),
         timed(run.state, ms[run.rank % len(ms)]),
     ):
         for step in range(steps):
@@ -261,12 +261,16 @@ def test_a_change_doubles_the_time_until_the_next_trial(before: str, interval: i
     assert choice["next_check"] - (2 + TRIAL + 2 * CUT + 2) == interval
 
 
-def test_a_candidate_that_cannot_start_on_a_rank_is_left_out(world_of_2: World) -> None:
-    answers = try_all(world_of_2, AUTO, {"q4": 90.0, "q8": 90.0}, steps=16, broken="q8")
+@pytest.mark.parametrize("moment", ["start_engine", "zero_residual", "spread", "collect"])
+def test_a_candidate_that_one_rank_cannot_turn_to_is_left_out(
+    world_of_2: World, moment: str
+) -> None:
+    answers = try_all(world_of_2, AUTO, {"q4": 90.0, "q8": 90.0}, steps=16, broken=(moment, "q8"))
     made = answers[0]["choice"]
     assert made["codec"] == "q4"
     assert set(made["measured_ms"]) == {"q4", "off"}
-    assert "codec='auto' leaves out q8: rank 1: q8 does not start here" in answers[1]["log"]
+    reason = f"rank 1: MemoryError: {moment} fails here"
+    assert f"codec='auto' leaves out q8: {reason}" in answers[1]["log"]
 
 
 @pytest.mark.parametrize("options", [{"warmup_steps": 4}, {"warmup_steps": 4, "warmup": "q8"}])

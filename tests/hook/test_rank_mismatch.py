@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry import _native
-from gradferry.core import meeting
+from gradferry.core import agreement, meeting
 from gradferry.reduction import running
 from on_ranks import on_ranks
 from outcomes import Outcome, attempt
@@ -189,29 +189,49 @@ def test_same_error_on_all_ranks_when_one_differs(
 
 
 def case_fails_alone(entry: str, odd_rank: int, what: str) -> tuple[Outcome, Outcome]:
-    """One rank has a wrong argument, or no memory for its engine; then it has not."""
+    """One rank has a wrong argument, also of another version, or no memory for its engine; then it
+    has not.
+    """
     odd = dist.get_rank() == odd_rank
-    engine = _native.HostEngine
+    engine, version = _native.HostEngine, agreement.GRADFERRY_VERSION
     if odd and what == "memory":
         engine = mock.Mock(side_effect=MemoryError("no memory for residuals"))
-    with mock.patch.object(_native, "HostEngine", engine):
-        first = enter(entry, codec="q44" if odd and what == "codec" else "q4")
+    if odd and what == "version":
+        version = "0.0.7"
+    with (
+        mock.patch.object(_native, "HostEngine", engine),
+        mock.patch.object(agreement, "GRADFERRY_VERSION", version),
+    ):
+        first = enter(entry, codec="q44" if odd and what != "memory" else "q4")
     return first, enter(entry)
 
 
 @pytest.mark.parametrize(
     ("entry", "odd_rank", "what"),
-    rows(("attach", "HookState", "Reducer"), RANKS, ("codec", "memory"), turns=2),
+    rows(("attach", "HookState", "Reducer"), RANKS, ("codec", "memory", "version"), turns=2),
 )
 def test_failure_of_one_rank_is_the_same_error_on_all(
     world_of_3: World, entry: str, odd_rank: int, what: str
 ) -> None:
     answers = world_of_3.run(case_fails_alone, entry=entry, odd_rank=odd_rank, what=what)
     first, second = [a[0] for a in answers], [a[1] for a in answers]
-    headline = assert_same_error(first, "ConfigError" if what == "codec" else "PeerError")
-    assert headline.startswith(f"rank {odd_rank}: ")
-    assert {"codec": "q44", "memory": "no memory for residuals"}[what] in headline
+    error, text = {
+        "codec": ("ConfigError", f"rank {odd_rank}: .*q44"),
+        "memory": ("PeerError", f"rank {odd_rank}: .*no memory for residuals"),
+        "version": ("RankMismatchError", f"rank {odd_rank or 1} differs from .* version: .*0.0.7"),
+    }[what]
+    assert re.match(text, assert_same_error(first, error))
     assert [o.error for o in second] == [None] * 3, second
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [([1, 1, 1], None), ([2, 1, 1], (0, 1)), ([1, 3, 2, 2], (0, 2)), ([1, 2], (1, 0))],
+)
+def test_the_odd_one_differs_from_what_most_have(
+    values: list[int], found: tuple[int, int] | None
+) -> None:
+    assert agreement.odd_one(values) == found
 
 
 @on_ranks()

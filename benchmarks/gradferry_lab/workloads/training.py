@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
-from gradferry.core.agreement import Record
+from gradferry.core.agreement import Record, odd_one
 from gradferry.errors import ConfigError, DivergedError
 from gradferry.reduction.averaging import Averaging
 from torch import nn
@@ -253,11 +253,10 @@ def _digest(model: nn.Module) -> int:
 
 
 def _combine(handle: HookHandle, ranks: list[_RankRun]) -> TrainingRun:
-    odd = [r for r, run in enumerate(ranks) if run.parameters_digest != ranks[0].parameters_digest]
-    if odd:
+    if (found := odd_one([run.parameters_digest for run in ranks])) is not None:
         raise DivergedError(
-            f"hook {handle.name}: parameters of rank {odd[0]} differ from those of rank 0 after "
-            f"training; a hook must give every rank the same gradients"
+            f"hook {handle.name}: parameters of rank {found[0]} differ from those of rank "
+            f"{found[1]} after training; a hook must give every rank the same gradients"
         )
     busiest = max(ranks, key=lambda run: run.wire_bytes[-1])
     gathered = [run.gathered for run in ranks if run.gathered is not None]

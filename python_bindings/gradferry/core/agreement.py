@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradferry import _native, errors
+from gradferry._build_info import GRADFERRY_VERSION
 from gradferry.core.meeting import (
     NO_STORE,
     absent_after_loss,
@@ -38,6 +42,8 @@ MAX_RECORD_BYTES = 1 << 30
 # The first all-gather carries every record's size and its first bytes. Short records, as those of
 # an outer step are, need no second one.
 _SIZE_BYTES, _FIRST_BYTES = 8, 1024
+# Our records carry it: what differs between ranks of two versions mostly follows from that.
+_VERSION = "gradferry version"
 
 
 def hash64(text: str) -> int:
@@ -94,10 +100,20 @@ def gather_records(record: Record, group: dist.ProcessGroup, device: torch.devic
 
     Raises:
         ProtocolError: a rank sent something else than a record.
+        RankMismatchError: ranks have different versions of gradferry.
         PeerError: a collective failed, for example because a rank did not call or has ended.
     """
+    with losing_names_ranks(group):
+        records = _gather_records({_VERSION: GRADFERRY_VERSION, **record}, group, device)
+    raise_first_mismatch([{_VERSION: r.pop(_VERSION, GRADFERRY_VERSION)} for r in records], group)
+    return records
+
+
+@contextmanager
+def losing_names_ranks(group: dist.ProcessGroup) -> Iterator[None]:
+    """Makes the error of a failed collective of the group a PeerError that names who is gone."""
     try:
-        return _gather_records(record, group, device)
+        yield
     except RuntimeError as error:
         seen = _native.plain_reason(str(error))
         gone, reason = absent_after_loss(group, seen)
@@ -106,7 +122,8 @@ def gather_records(record: Record, group: dist.ProcessGroup, device: torch.devic
             reason = f"{seen}, and {NO_STORE}"
         raise PeerError(
             f"the ranks could not agree: lost contact with {lost}: {reason}; look at the other "
-            "ranks' errors first, and whether one has posted another collective there, then restart"
+            "ranks' errors first (one without an error ended earlier), and whether one has posted "
+            "another collective there, then restart"
         ) from error
 
 
@@ -178,8 +195,10 @@ def most_of_ranks(
         group: None: the default group.
         place: a device that the group has a backend for; None: the CPU.
     """
+    group = group or dist.distributed_c10d._get_default_group()
     tensor = torch.tensor(values, dtype=torch.float64, device=place or "cpu")
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+    with losing_names_ranks(group):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
     result: list[float] = tensor.tolist()
     return result
 
@@ -208,6 +227,17 @@ def on_all_ranks(
     records = gather_records(record, group, place)
     raise_first_error(records, group)
     return records
+
+
+def next_on_all_ranks(
+    values: Iterator[torch.Tensor], group: dist.ProcessGroup, place: torch.device
+) -> torch.Tensor | None:
+    """The next value, None after the last; an error of one rank's iterator is raised on all.
+    Collective, arguments as for `on_all_ranks`.
+    """
+    found: list[torch.Tensor] = []
+    on_all_ranks(lambda: found.extend(itertools.islice(values, 1)), group, place)
+    return found[0] if found else None
 
 
 def raise_first_error(records: list[Record], group: dist.ProcessGroup) -> None:
@@ -249,6 +279,17 @@ def raise_first_mismatch(records: list[Record], group: dist.ProcessGroup) -> Non
                 f"{expected!r}; start every rank with the same code, arguments and environment, "
                 "and load the same states before"
             )
+
+
+def odd_one(values: Sequence[object]) -> tuple[int, int] | None:
+    """The first index whose value most others do not have, and the first of those; None: all have
+    the same. The usual value is the one most have; the earlier one where two are equally frequent.
+    """
+    texts = [repr(value) for value in values]
+    usual, count = Counter(texts).most_common(1)[0]
+    if count == len(texts):
+        return None
+    return next(i for i, text in enumerate(texts) if text != usual), texts.index(usual)
 
 
 def _named(records: list[Record], group: dist.ProcessGroup) -> Iterator[tuple[int, Record]]:

@@ -23,8 +23,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradferry import _native
+from gradferry.core.warn import warn_or_log
 from gradferry.errors import EchoError
 
+SAY_AFTER_SECONDS = 10.0  # of waiting for others, whom one waits for
 MOST_PATIENCE = timedelta(minutes=5)
 MOST_PAUSE_SECONDS = 0.1  # between two reads of the store
 # How long ranks that lost their connections look for each other.
@@ -78,7 +80,8 @@ def meet(
     purpose: str,
     beside: dist.ProcessGroup | None = None,
 ) -> None:
-    """Waits until every rank of the group calls this.
+    """Waits until every rank of the group calls this. After `SAY_AFTER_SECONDS` the lowest rank
+    that has come warns, and names those that have not.
 
     Nothing is posted on the group, so it remains usable when this raises. A rank that comes too
     late takes part in the next meeting.
@@ -96,13 +99,39 @@ def meet(
     """
     if group.size() == 1:
         return
+    hear = None if beside is None else hear_failures(beside)
+    begin, says = time.monotonic(), True
+
+    def between_polls() -> None:
+        nonlocal says
+        if hear is not None:
+            hear()
+        if says and time.monotonic() - begin >= SAY_AFTER_SECONDS:
+            says = False
+            with contextlib.suppress(RuntimeError):  # of a store that does not answer
+                _say_who_is_missing(group, purpose, longest.total_seconds() - SAY_AFTER_SECONDS)
+
     _native.meet(
         PrefixStore("gradferry/meetings", store_of(group)),
         rank=group.rank(),
         world_ranks=world_ranks(group),
         longest_seconds=longest.total_seconds(),
         purpose=purpose,
-        between_polls=(lambda: None) if beside is None else hear_failures(beside),
+        between_polls=between_polls,
+    )
+
+
+def _say_who_is_missing(group: dist.ProcessGroup, purpose: str, seconds: float) -> None:
+    """Warns on the lowest rank that has come, unless all have."""
+    meeting = _next_meeting(group)
+    came = [meeting.check([f"rank/{rank}"]) for rank in range(group.size())]
+    if all(came) or True not in came or came.index(True) != group.rank():
+        return
+    names = zip(world_ranks(group), came, strict=True)
+    missing = _native.name_ranks([name for name, is_here in names if not is_here])
+    warn_or_log(
+        f"{missing} did not {purpose} yet, and the others wait {seconds:.0f} s more; see whether "
+        "every rank has started, and calls gradferry at this point"
     )
 
 

@@ -17,6 +17,7 @@ from gradferry.core.agreement import (
     error_record,
     gather_records,
     meeting_place,
+    odd_one,
     on_all_ranks,
     raise_first_error,
 )
@@ -242,18 +243,18 @@ class CommonParameters:
         """Compares the hashes of all ranks of a group.
 
         Raises:
-            DivergedError: naming the first parameter and rank that differ.
+            DivergedError: naming the first parameter and rank that differ from most others.
         """
+        if (found := odd_one(hashes)) is None:
+            return
+        odd, usual = found
+        rows = zip(self.names, hashes[usual], hashes[odd], strict=False)
+        name = next((name for name, one, other in rows if one != other), self.names[0])
         ranks = world_ranks(group)
-        for rank, theirs in zip(ranks, hashes, strict=True):
-            if theirs == hashes[0]:
-                continue
-            rows = zip(self.names, hashes[0], theirs, strict=False)
-            name = next((name for name, one, other in rows if one != other), self.names[0])
-            raise DivergedError(
-                f"the common value of {name!r} of rank {rank} differs from that of rank {ranks[0]} "
-                f"at outer step {step}; load the same checkpoint on every rank"
-            )
+        raise DivergedError(
+            f"the common value of {name!r} of rank {ranks[odd]} differs from that of rank "
+            f"{ranks[usual]} at outer step {step}; load the same checkpoint on every rank"
+        )
 
     # --- saved ---
 

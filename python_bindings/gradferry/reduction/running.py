@@ -7,7 +7,7 @@ import math
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradferry import _native
 from gradferry._build_info import GRADFERRY_VERSION
-from gradferry.core.agreement import Record, meeting_place, on_all_ranks, record_hash
+from gradferry.core.agreement import (
+    Record,
+    losing_names_ranks,
+    meeting_place,
+    next_on_all_ranks,
+    on_all_ranks,
+    record_hash,
+)
 from gradferry.core.codec_spec import AUTO, CodecSpec
 from gradferry.core.config import EXACT, Config
 from gradferry.core.device import Transport, transport_of
@@ -292,14 +299,25 @@ class Running:
         self.switches += 1
         self.delivers = delivers
         self.engine_before = step
+        moving: Iterator[torch.Tensor] = iter(())
+
+        def begin() -> None:
+            nonlocal moving
+            self.start(group, str(nonces[0]["nonce"]))
+            if self.engine is not None:
+                moving = self._take_over(self.engine, old, residuals, step)
+
         try:
-            on_all_ranks(lambda: self.start(group, str(nonces[0]["nonce"])), group, place)
+            on_all_ranks(begin, group, place)
+            while (whole := next_on_all_ranks(moving, group, place)) is not None:
+                with losing_names_ranks(group):
+                    dist.all_reduce(whole, group=group)
         except GradferryError:
             # Nothing changed; but no later engine may have the hash of this one.
             vars(self).update({**vars(old), "switches": self.switches})
             raise
-        if self.engine is not None:
-            self._take_over(self.engine, old, residuals, step)
+        if self.engine is not None and old.engine is not None:
+            self.engine.take_place_of(old.engine)
         hook.use_engine(self.engine)
 
     def _take_over(
@@ -308,7 +326,10 @@ class Running:
         old: Running,
         residuals: tuple[int, torch.Tensor, torch.Tensor, float] | None,
         step: int,
-    ) -> None:
+    ) -> Iterator[torch.Tensor]:
+        """Gives the engine what the one before has; yields tensors that are then added up over all
+        ranks, the same number on each.
+        """
         worker_size, owner_size = engine.residual_sizes()
         worker, owner, scale = zero_residual(worker_size), zero_residual(owner_size), 0.0
         if old.engine is not None and residuals is not None:
@@ -316,7 +337,7 @@ class Running:
             pairs = ((old_worker, worker), (old_owner, owner))
             for kind, (given, taken) in zip(KINDS, pairs, strict=True):
                 if old.has_residuals(kind) and self.has_residuals(kind):
-                    self._hand_over(old, kind, given, taken)
+                    yield from self._hand_over(old, kind, given, taken)
             if not self.config.holds_gradients(step):
                 was = old.momentum_shares(exchanges=self.transport.exchanges)
                 now = self.momentum_shares(exchanges=self.transport.exchanges)
@@ -326,8 +347,6 @@ class Running:
             steps=step, worker_residual=worker, owner_residual=owner, loss_scale=scale
         )
         self._to_deliver = (worker, owner) if self.delivers else None
-        if old.engine is not None:
-            engine.take_place_of(old.engine)
 
     def loses_under(self, codec: CodecSpec) -> bool:
         """Whether another codec has no place for residuals that there are now."""
@@ -361,8 +380,8 @@ class Running:
 
     def _hand_over(
         self, old: Running, kind: Kind, given: torch.Tensor, taken: torch.Tensor
-    ) -> None:
-        """Moves worker or owner residuals to the ranks that have them now. Collective.
+    ) -> Iterator[torch.Tensor]:
+        """Moves worker or owner residuals to the ranks that have them now. Yields as `_take_over`.
 
         Sums over all ranks: one rank of a node sums a tile, and one of all ranks owns it, so the
         others of the node, or all, get its residual. If the nodes are others than before, each
@@ -380,7 +399,7 @@ class Running:
                 continue
             whole = spread(given if takes_part else torch.zeros_like(given), old.tiles(), kind)
             whole = whole.to(meeting_place(self.group, self.transport.device))
-            dist.all_reduce(whole, group=self.group)
+            yield whole
             if takes_part:
                 taken.copy_(collect(whole.cpu(), self.tiles(), kind))
 
