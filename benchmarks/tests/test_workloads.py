@@ -23,7 +23,6 @@ from gradferry.ddp.auto import chosen_by
 from gradferry.errors import ConfigError, PeerError, StateError
 from gradferry.fsdp.model import Shard
 from gradferry.fsdp.state import REDUCE_SCATTER, REPLICAS
-from gradferry_lab.bench import aggregate_error
 from gradferry_lab.ranks.launch import run_ranks, run_worlds
 from gradferry_lab.workloads import TASKS, corpus, load_task
 from gradferry_lab.workloads.convex import (
@@ -113,15 +112,6 @@ def test_muon_takes_hidden_matrices_and_leaves_the_rest_to_adamw():
     assert sum(moved) > len(moved) // 2  # behind outputs that are 0 at first, gradients are, too
     with pytest.raises(ConfigError, match="Muon is for the tasks text"):
         make_optimizer("Muon", task, nn.Linear(3, 2), None)
-
-
-def test_the_error_of_a_mean_is_its_distance_to_the_exact_one():
-    gradients = torch.tensor([[3.0, 0.0, 0.0, 0.0] * 1024, [1.0, 2.0, 0.0, 0.0] * 1024])
-    assert aggregate_error.squared_norm(gradients) == 1024 * (2.0**2 + 1.0**2)
-    assert aggregate_error.squared_error(gradients, "exact") == 0
-    # A quarter of the elements: 3 and 2 of the ranks, then 1.5 of the 1.5 and 1 that these give.
-    error = aggregate_error.squared_error(gradients, "topk:ratio=0.25")
-    assert error == 1024 * (0.5**2 + 1.0**2)
 
 
 def test_text_targets_are_the_bytes_that_follow_and_its_batches_have_limits():

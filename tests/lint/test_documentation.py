@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import json
 import pydoc
 import re
 import shlex
@@ -104,15 +103,6 @@ def test_a_plan_that_is_shown_is_what_it_prints(
 def test_page_of_the_command_line_is_that_of_the_parsers() -> None:
     made = load_program("tools/command_line_page.py")
     assert made.PAGE.read_text() == made.page(), "run tools/command_line_page.py"
-
-
-def test_picture_of_a_step_is_that_of_the_measurement() -> None:
-    made = load_program("tools/draw_step.py")
-    rows = json.loads(made.MEASURED.read_text())
-    assert made.PICTURE.read_text() == made.draw(rows), "run tools/draw_step.py"
-    for row in rows["rows"]:
-        if row["hook"] in made.SHOWN:
-            assert f"{row['ms_median']:.0f} ms" in (ROOT / "README.md").read_text()
 
 
 def test_readme_fits_a_page() -> None:

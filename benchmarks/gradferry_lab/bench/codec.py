@@ -16,7 +16,6 @@ from gradferry.errors import ConfigError
 from rich.console import Console
 
 from gradferry_lab import flags
-from gradferry_lab.bench.aggregate_error import squared_error, squared_norm
 from gradferry_lab.bench.device_clock import find_gpu
 from gradferry_lab.bench.device_codec import (
     DeviceOptions,
@@ -294,7 +293,11 @@ def _check(arguments: argparse.Namespace) -> None:
 def _error_of_mean(codec: str, world_size: int) -> float:
     generator = torch.Generator().manual_seed(0)
     gradients = torch.randn(world_size, _AVERAGED_ELEMENTS, generator=generator)
-    return squared_error(gradients, codec) / squared_norm(gradients)
+    exact = gradients.mean(0, dtype=torch.float64)
+    mean = _native.compressed_mean(
+        list(gradients), codec, seed=0, worker_residual=False, owner_residual=False
+    )
+    return float((mean.double() - exact).square().sum() / exact.square().sum())
 
 
 def _time(
