@@ -34,11 +34,13 @@ from gradferry import _native
 from gradferry.core.agreement import Record, meeting_place, on_all_ranks
 from gradferry.core.content_file import durable_file, read_content, write_content
 from gradferry.core.meeting import world_ranks
+from gradferry.core.values import as_whole
 from gradferry.core.warn import warn_or_log
-from gradferry.errors import ProtocolError, StateError
+from gradferry.errors import ConfigError, ProtocolError, StateError
 from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.saved_state import merge
 from gradferry.reduction.start import usable_group
+from gradferry.reduction.tensor_calls import short
 
 __all__ = ["ResizedState", "exists", "load", "load_all", "merge", "save"]
 
@@ -70,6 +72,7 @@ def save(
         group: of the ranks that take part; the default group if None.
 
     Raises:
+        ConfigError: a rank's content is no mapping.
         StateError: a rank's content holds what `load` would refuse; the ranks do not share the
             folder; or another save into it was completed meanwhile. There is no process group.
         PeerError: a rank could not write.
@@ -124,12 +127,13 @@ def load(folder: str | Path, rank: int | None = None) -> dict[str, Any]:
     saved = _read_manifest(Path(folder))
     if rank is None:
         rank = saved.index_of_this_rank()
-    if not isinstance(rank, int) or not 0 <= rank < len(saved.files):
+    number = as_whole(rank)
+    if number is None or not 0 <= number < len(saved.files):
         raise StateError(
             f"the checkpoint in {folder} is of {len(saved.files)} ranks and has nothing of rank "
             f"{rank}; load_all() gives what they saved"
         )
-    return _read(Path(folder), saved.files[rank])
+    return _read(Path(folder), saved.files[number])
 
 
 def load_all(folder: str | Path) -> list[dict[str, Any]]:
@@ -234,6 +238,11 @@ def _file_name(rank: int, token: str) -> str:
 
 def _write_own(folder: Path, token: str, rank: int, content: Mapping[str, Any]) -> Record:
     """Writes this rank's file. Returns what the manifest has to say of it, and where it is."""
+    if not isinstance(content, Mapping):
+        raise ConfigError(
+            f"content={short(content)} is a {type(content).__name__}; save a dict, such as "
+            "{'model': model.state_dict(), 'hook': state.state_dict()}"
+        )
     path = folder / _file_name(rank, token)
     try:
         record = write_content(path, dict(content))

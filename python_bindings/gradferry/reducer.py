@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numbers
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import Optimizer
 from typing_extensions import Unpack
 
 from gradferry import _native
@@ -22,7 +25,7 @@ from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.description import as_asked, describe
 from gradferry.reduction.running import Running, end_optimizer_steps, propose
 from gradferry.reduction.start import start, usable_group
-from gradferry.reduction.step_numbers import Stats
+from gradferry.reduction.step_numbers import Stats, call_after_steps
 from gradferry.reduction.tensor_calls import (
     TensorCalls,
     Tensors,
@@ -51,7 +54,7 @@ class Reducer(Averaging):
 
     A step is a call of `all_reduce`, for ``exact_skip`` with a ``grad_scaler``, too. With
     ``momentum`` tensors receive the momentum of what is passed. ``check_every`` compares the
-    registered tensors, which must be parameters; no others that replaced them.
+    registered tensors, which must be parameters; a step of others that replaced them is an error.
 
     Args:
         named_tensors: pairs of a name and a tensor, or a mapping of them. They say what every call
@@ -117,6 +120,11 @@ class Reducer(Averaging):
             purpose="come to make a Reducer",
         )
         self._watches = False  # the optimizer
+        self._averaged: dict[str, torch.Tensor] = {}  # in the last call
+        # What reads parameters themselves, or the steps of their optimizer.
+        self._reads = bool(running.config.check_every or running.config.exact_skip)
+        if self._reads:
+            call_after_steps(partial(_look, weakref.ref(self)), owner=self)
         self._calls = TensorCalls(running, named, int(bucket_cap_mb * 2**20))
         if running.engine is not None:
             exchanges = running.transport.exchanges
@@ -148,7 +156,7 @@ class Reducer(Averaging):
         Any error ends the Reducer on all ranks, which may be in this call already. The contents of
         the tensors are then unspecified.
         """
-        if isinstance(tensors, list | tuple | Mapping) and not self._watches:
+        if isinstance(tensors, list | tuple | Mapping) and (self._reads or not self._watches):
             self._watch_gradients(tensors)
         return self._calls.all_reduce(tensors, async_op)
 
@@ -157,12 +165,34 @@ class Reducer(Averaging):
         optimizer of local SGD, which steps between averages, never sees what is averaged.
         """
         running = self._started
-        given = tensors.values() if isinstance(tensors, Mapping) else tensors
+        if isinstance(tensors, Mapping):
+            given = dict(tensors)
+        else:
+            given = dict(zip((each.name for each in running.parameters), tensors, strict=False))
+        if self._reads:
+            self._averaged = given
         gradients = {id(p.grad) for p in running.tensors() if p.is_leaf and p.grad is not None}
-        if any(id(each) in gradients for each in given):
+        if not self._watches and any(id(each) in gradients for each in given.values()):
             self._watches = True
             end_optimizer_steps(running)
             watch_optimizer(running)
+
+    def _expect_registered(self, optimizer: Optimizer) -> None:
+        """Ends all ranks if an optimizer has stepped on averages with parameters that have replaced
+        registered ones.
+        """
+        names = {id(tensor): name for name, tensor in self._averaged.items()}
+        steps = [p for group in optimizer.param_groups for p in group["params"]]
+        found = [p for p in steps if p.grad is not None and id(p.grad) in names]
+        if found:
+            self._averaged = {}  # not longer than until a step
+        for parameter in found:
+            if parameter not in self._started.index:
+                self._calls.fail(
+                    f"what was averaged as {names[id(parameter.grad)]!r} is the gradient of a "
+                    "parameter that was not registered, and check_every= and exact_skip= read "
+                    "those that were: make a new Reducer of the parameters that train now"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """The state that this rank must save to continue exactly where it stopped. Not collective.
@@ -231,6 +261,11 @@ class Reducer(Averaging):
 
     def __str__(self) -> str:
         return describe(self._started, self.stats())
+
+
+def _look(reducer: weakref.ref[Reducer], optimizer: Optimizer) -> None:
+    if (mine := reducer()) is not None:
+        mine._expect_registered(optimizer)
 
 
 def _place_in(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:

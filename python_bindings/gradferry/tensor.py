@@ -10,6 +10,7 @@ from gradferry import _native
 from gradferry.core.agreement import hash64
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.core.config import count
+from gradferry.core.values import as_whole
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction.tensor_calls import expect_plain, short
 
@@ -111,9 +112,8 @@ def accumulate(
     listed = [_dense(message, f"message {index}") for index, message in enumerate(messages)]
     if not listed:
         raise ConfigError("there are no messages; pass at least one")
-    divisor = len(listed) if divisor is None else divisor
-    whole = isinstance(divisor, int) and not isinstance(divisor, bool)
-    if not whole or not 1 <= divisor < 2**32:
+    whole = as_whole(len(listed) if divisor is None else divisor)
+    if whole is None or not 1 <= whole < 2**32:
         found = repr(divisor)[:40]
         raise ConfigError(f"divisor must be a positive integer below 2**32, not {found}")
     out = _empty(shape, dtype)
@@ -121,7 +121,7 @@ def accumulate(
         listed,
         str(spec),
         out,
-        divisor=divisor,
+        divisor=whole,
         config_hash=hash64(str(spec)),
         layout_hash=_layout_hash(dtype, out.numel()),
     )

@@ -93,9 +93,16 @@ def test_attach_names_the_wrong_value_and_the_closest_right_one(world_of_2: Worl
 @on_ranks()
 def test_numbers_of_numpy_are_numbers() -> None:
     rules = [{"min_size": np.int32(8), "codec": "q8"}]
-    options = {"momentum": np.float64(0.9), "seed": np.int64(3), "rules": rules}
+    options = {
+        "momentum": np.float64(0.9),
+        "seed": np.int64(3),
+        "check_every": torch.tensor(4),
+        "nodes": np.uint8(1),
+        "rules": rules,
+    }
     config = hooked(plain_ddp(), **options).config
     assert (config.momentum, config.seed, config.rules[0].min_size) == (0.9, 3, 8)
+    assert (config.check_every, config.nodes) == (4, 1)
 
 
 def attach_twice() -> None:

@@ -41,6 +41,7 @@ BAD_NAMED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no_tensor": (lambda: [("a", 3.0)], {}, "no pair of a name and a tensor"),
     "twice": (lambda: [*named(), ("a", torch.zeros(2))], {}, "two tensors are called 'a'"),
     "sparse": (lambda: named(b=torch.eye(3).to_sparse()), {}, "'b' has layout torch.sparse_coo"),
+    "surrogate": (lambda: named(**{"\ud800": torch.zeros(3)}), {}, "'\\ud800' is no name in UTF-8"),
     "integers": (lambda: named(b=torch.zeros(3, dtype=torch.int64)), {}, "torch.int64, which no"),
     "shared": (
         lambda: [("a", (t := torch.zeros(9, 9))), ("b", t[3:])],
@@ -315,6 +316,43 @@ def test_registered_parameters_are_compared(world_of_2: World) -> None:
     for outcomes in world_of_2.run(case_diverged):
         assert [outcome.error for outcome in outcomes[:3]] == [None, None, "DivergedError"]
         assert "'weight'" in outcomes[2].headline
+
+
+def case_replaced(step: int, by_name: bool) -> Outcome:
+    """Every rank loads weights with assign=True before a step, and steps on those from then on."""
+    model = torch.nn.Linear(40, 50)
+    reducer = gradferry.Reducer(model.named_parameters(), "q4", check_every=2)
+    original = dict(model.named_parameters())
+
+    def train(number: int) -> None:
+        if number in (step - 1, step):
+            state = original if number < step else model.state_dict()
+            # A swap there and back is no change.
+            model.load_state_dict({key: each.clone() for key, each in state.items()}, assign=True)
+            if number < step:
+                for name, parameter in original.items():
+                    setattr(model, name, parameter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 40)).sum().backward()
+        gradients = {name: each.grad for name, each in model.named_parameters()}
+        reducer.all_reduce(gradients if by_name else list(gradients.values()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(step):
+        train(number)
+    return attempt(lambda: train(step))
+
+
+@pytest.mark.parametrize("step", [0, 1, 4])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_parameters_that_replaced_registered_ones_are_named(
+    world_of_2: World, step: int, by_name: bool
+) -> None:
+    for outcome in world_of_2.run(case_replaced, step=step, by_name=by_name):
+        assert outcome.error == "StateError"
+        assert "'weight' is the gradient of a parameter that was not registered" in outcome.text
+        assert "make a new Reducer" in outcome.text
 
 
 def case_nonfinite() -> list[Outcome]:

@@ -184,6 +184,7 @@ FAILURES: dict[str, tuple[Callable[[], Any], dict[Any, Any], str]] = {
         LARGE,
         "Disk quota exceeded.*manifest.json",
     ),
+    "list": (NOTHING, [1, 2], r"content=\[1, 2\] is a list; save a dict"),
     # What load would refuse.
     "number": (
         NOTHING,
@@ -216,7 +217,8 @@ def case_save_fails(folder: str, failure: str, failing_rank: int) -> Any:
     dist.barrier()
     context, extra, _ = FAILURES[failure] if rank == failing_rank else (NOTHING, {}, "")
     with context():
-        outcome = attempt(lambda: checkpoint.save(folder, {**content(rank, 2), **extra}))
+        new = {**content(rank, 2), **extra} if isinstance(extra, dict) else extra
+        outcome = attempt(lambda: checkpoint.save(folder, new))
     dist.barrier()
     return outcome, checkpoint.load(folder)["version"], names_in(folder) == names
 
@@ -234,7 +236,8 @@ def test_rank_that_cannot_save_is_one_error_on_all_and_leaves_the_old_one_alone(
     assert len({outcome.text for outcome, _, _ in answers}) == 1
     context, _, said = FAILURES[failure]
     for outcome, version, unchanged in answers:
-        assert outcome.error == ("StateError" if context is NOTHING else "PeerError")
+        kind = "ConfigError" if failure == "list" else "StateError"
+        assert outcome.error == (kind if context is NOTHING else "PeerError")
         assert outcome.text.startswith(f"rank {failing_rank}: ")
         assert re.search(said.format(failing_rank), outcome.text), outcome.text
         assert (version, unchanged) == (1, True)

@@ -18,6 +18,7 @@ from gradferry.core.names import closest, plain_name
 from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.nodes import NodesOption, check_option
 from gradferry.core.options import DEFAULTS, complete
+from gradferry.core.values import as_whole
 from gradferry.errors import ConfigError
 
 ERROR_FEEDBACK = ("auto", "none", "owner", "worker", "both")
@@ -404,12 +405,13 @@ def _warmup(
 
 
 def _check_every(steps: int, codec: CodecSpec) -> int:
-    if count("check_every", steps) and codec.name == OFF:
+    every = count("check_every", steps)
+    if every and codec.name == OFF:
         raise ConfigError(
             f"check_every={steps!r} needs a codec, and 'off' passes gradients through; use 'exact' "
             "to compare parameters without compression"
         )
-    return steps
+    return every
 
 
 def _grad_scaler(value: object) -> torch.amp.GradScaler | None:
@@ -446,10 +448,10 @@ def _choice(argument: str, value: str, choices: Sequence[str]) -> str:
 
 def count(argument: str, value: int) -> int:
     """The value of an option that counts. Raises ConfigError for what does not fit 64 bits."""
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or not 0 <= value < 2**64:
+    whole = as_whole(value)
+    if whole is None or not 0 <= whole < 2**64:
         raise ConfigError(f"{argument}={value!r} must be a whole number, 0 or more, below 2**64")
-    return int(value)
+    return whole
 
 
 def _parse_rule(rule: Mapping[str, Any], index: int) -> Rule:

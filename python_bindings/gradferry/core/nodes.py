@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradferry import _native
 from gradferry.core.agreement import gather_records
 from gradferry.core.meeting import world_ranks
+from gradferry.core.values import as_whole
 from gradferry.errors import ConfigError, ProtocolError
 
 AUTO = "auto"
@@ -170,10 +170,10 @@ def check_option(option: object) -> NodesOption:
                 "node)), or two dimensions of a larger mesh"
             )
         return tuple(tuple(row) for row in option.mesh.tolist())
-    if isinstance(option, numbers.Integral) and not isinstance(option, bool):
-        if option < 1:
+    if (ranks := as_whole(option)) is not None:
+        if ranks < 1:
             raise ConfigError(f"nodes={option}: a node has 1 rank or more; or use {AUTO!r}")
-        return int(option)
+        return ranks
     if isinstance(option, str) and option in (AUTO, FLAT):
         return option
     raise ConfigError(
