@@ -207,6 +207,11 @@ void BucketEngine::pass(const std::vector<uint32_t>& parameters) {
   steps_.pass(parameters);
 }
 
+void BucketEngine::end_step() {
+  const std::lock_guard lock(life_.mutex);
+  steps_.end();
+}
+
 // --- errors and the end ---
 
 void BucketEngine::raise(const Error& error) const {

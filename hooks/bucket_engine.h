@@ -85,6 +85,8 @@ class BucketEngine {
   virtual void expect_early_end(const at::Tensor& /*gradient*/) const {}
   // Counts a bucket that passes through as part of the step.
   void pass(const std::vector<uint32_t>& parameters);
+  // The current step gets no more buckets, although some parameters had none.
+  void end_step();
   // Whether an option needs every bucket, so that none may pass through.
   bool needs_every_bucket() const { return options_.needs_every_bucket(); }
   // Ends the engine with `error` and informs all ranks, which would otherwise wait for a bucket

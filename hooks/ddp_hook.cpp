@@ -1,6 +1,7 @@
 #include "ddp_hook.h"
 
 #include <ATen/ops/view_as_real.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include <new>
 #include <utility>
@@ -48,6 +49,7 @@ void BucketHook::call_at(uint64_t step, StepCallback callback, const std::string
 
 void BucketHook::count(const c10d::GradBucket& bucket) {
   if (!steps_.add(indices_of(bucket))) return;
+  if (ends_with_passes_) end_step_after_pass();
   std::vector<StepCallback> due;  // collected first: callbacks may use call_at()
   for (auto call = calls_.begin(); call != calls_.end();) {
     if (call->second.step <= steps_.step()) {
@@ -58,6 +60,18 @@ void BucketHook::count(const c10d::GradBucket& bucket) {
     }
   }
   for (const StepCallback& callback : due) callback(shared_from_this(), steps_.step());
+}
+
+// autograd runs its callbacks at the end of a pass that succeeded. One that was abandoned leaves
+// the step open: its residuals belong to no state.
+void BucketHook::end_step_after_pass() {
+  if (torch::autograd::get_current_graph_task_id() < 0) return;  // of a rank that waits in join()
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    const auto hook = weak.lock();
+    if (!hook) return;
+    hook->steps_.end();
+    if (hook->engine_) hook->engine_->end_step();
+  });
 }
 
 bool BucketHook::admit(const c10d::GradBucket& bucket) {

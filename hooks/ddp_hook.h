@@ -35,6 +35,11 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
     used_.emplace(parameters, used);
   }
 
+  // From now on a step ends with its backward pass. Without this it ends when all parameters came,
+  // or one came again: DDP with skip_all_reduce_unused_params leaves out the buckets that no rank
+  // used.
+  void end_steps_with_passes() { ends_with_passes_ = true; }
+
   // Calls `callback` once, with this hook and the number of the step, at the first bucket of step
   // `step`, or of the next step if `step` has begun. This is the same point on all ranks; nothing
   // has been done with the bucket yet. The callback may change the engine and use call_at() again.
@@ -73,6 +78,7 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
   c10::intrusive_ptr<c10d::ProcessGroup> group() const;
   std::vector<uint32_t> indices_of(const c10d::GradBucket& bucket) const;
   void count(const c10d::GradBucket& bucket);
+  void end_step_after_pass();
   void expect_same_order(const c10d::GradBucket& bucket,
                          const std::vector<uint32_t>& parameters) const;
 
@@ -85,6 +91,7 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
   ExceptionFactory make_exception_;
   mutable std::atomic<uint64_t> passed_{0};
   StepCounter steps_;
+  bool ends_with_passes_ = false;
   std::optional<UsedParameters> used_;
   struct Call {
     uint64_t step;

@@ -1,5 +1,5 @@
 // Finds the step of a bucket. DDP's bucket index and is_last are unreliable, so a step begins when
-// a bucket has a parameter that was already seen in the current step.
+// a bucket has a parameter that was already seen in the current step, or after end().
 #pragma once
 
 #include <algorithm>
@@ -28,6 +28,11 @@ class StepCounter {
       finished_ = std::exchange(current_, {});
     }
     for (const uint32_t index : parameters) seen_[index] = true;
+  }
+
+  // The current step, if it has begun, gets no more buckets, although some parameters had none.
+  void end() {
+    if (num_seen() != 0) std::fill(seen_.begin(), seen_.end(), true);
   }
 
   uint64_t step() const { return step_; }

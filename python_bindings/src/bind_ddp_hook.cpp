@@ -110,6 +110,7 @@ void bind_ddp_hook(py::module_& module) {
             hook.watch_use(parameters, used_since_last_sync(reducer, parameters));
           },
           py::arg("parameters"), py::arg("reducer"))
+      .def("end_steps_with_passes", &BucketHook::end_steps_with_passes)
       .def("use_engine", &BucketHook::use_engine, py::arg("engine").none(true))
       .def(
           "call_at",

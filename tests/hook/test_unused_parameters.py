@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
+import gradferry
 import numpy as np
 import pytest
 import torch
@@ -230,6 +232,88 @@ def test_use_before_attach_is_as_ddp_knows_it(views: bool) -> None:
     assert not answer["withheld"].any()
     plain, exact = (first_pass_after_attach(c, views, no_sync=True) for c in (None, "exact"))
     assert torch.equal(plain["after"], exact["after"])
+
+
+class Branches(nn.Module):
+    """Layers, of which a pass uses some; each is a bucket of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        for number in used:
+            x = self.layers[number](x)
+        return x
+
+
+SKIPS = "skip_all_reduce_unused_params"
+needs_skips = pytest.mark.skipif(
+    SKIPS not in inspect.signature(DistributedDataParallel).parameters,
+    reason="this torch hands over every bucket",
+)
+
+
+def branches(**options: bool) -> DistributedDataParallel:
+    options["find_unused_parameters"] = True
+    return DistributedDataParallel(Branches(), bucket_cap_mb=0.001, **options)
+
+
+def train_branches(native: bool, *, skips: bool, reload: bool) -> list[tuple[Any, ...]]:
+    """Steps, residuals and parameters after each of some steps, which use other layers."""
+    ddp = branches(**{SKIPS: True} if skips else {})
+    model = ddp.module
+    state = hooked(ddp, native=native, error_feedback="both", check_every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rng = np.random.default_rng(7)
+    seen = []
+    for number in range(12):
+        used = [layer for layer in range(4) if rng.random() < 0.4] or [number % 4]
+        generator = torch.Generator().manual_seed(2 * number + dist.get_rank())
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 40, generator=generator), used).square().mean().backward()
+        optimizer.step()
+        saved = state.state_dict()
+        kept = {key: each.clone() for key, each in slot(state).items()}
+        seen.append((saved["steps"], kept, [p.detach().clone() for p in model.parameters()]))
+        if reload:
+            state.load_state_dict(saved)
+    return seen
+
+
+@needs_skips
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_a_step_without_all_buckets_ends_with_its_pass(native: bool) -> None:
+    """What DDP leaves out would be zeros, which nobody applies: all is as if they were sent."""
+    every = train_branches(native, skips=False, reload=False)
+    for reload in (False, True):
+        some = train_branches(native, skips=True, reload=reload)
+        for (steps, kept, parameters), (steps_of_all, kept_of_all, of_all) in zip(
+            some, every, strict=True
+        ):
+            assert steps == steps_of_all
+            assert all(torch.equal(kept[key], each) for key, each in kept_of_all.items())
+            assert all(map(torch.equal, parameters, of_all))
+
+
+@needs_skips
+@on_ranks()
+def test_a_pass_that_was_abandoned_leaves_its_step_open() -> None:
+    ddp = branches(**{SKIPS: True})
+    state = hooked(ddp)
+    for _ in range(2):
+        ddp(torch.ones(2, 40), [0, 1, 2, 3]).sum().backward()
+
+    def interrupt(_: object) -> None:
+        raise ValueError("enough")
+
+    ddp.module.layers[0].weight.register_hook(interrupt)
+    with pytest.raises(ValueError, match="enough"):
+        ddp(torch.ones(2, 40), [0, 1, 2, 3]).sum().backward()
+    with pytest.raises(gradferry.StateError, match="in the middle of step 2"):
+        state.state_dict()
 
 
 class TwoLayers(nn.Module):

@@ -17,7 +17,12 @@ from gradferry.core.config import make_config
 from gradferry.core.options import Options
 from gradferry.core.warn import warn
 from gradferry.ddp.auto import Chooser
-from gradferry.ddp.model import Model, expect_no_step_in_hook, has_python_hook
+from gradferry.ddp.model import (
+    Model,
+    expect_no_step_in_hook,
+    has_python_hook,
+    leaves_out_buckets,
+)
 from gradferry.ddp.watch import ModelWatch
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction.momentum import MomentumHandover
@@ -167,6 +172,8 @@ def register(model: Model, hook: _native.BucketHook, *, watch_use: bool, name: s
     _guard(ddp, takes_hook=name is None)
     if watch_use:
         hook.watch_use([parameter for _, parameter in model.named], ddp.reducer)
+    if leaves_out_buckets(ddp):
+        hook.end_steps_with_passes()
     if name is not None:
         # Last: DDP takes a hook for life, so no rank may have one when another has failed.
         hook.attach(ddp.reducer)

@@ -67,6 +67,7 @@ class Model:
         self.record: Record = {
             "find_unused_parameters": ddp.find_unused_parameters,
             "static_graph": ddp.static_graph,
+            "skip_all_reduce_unused_params": leaves_out_buckets(ddp),
             "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
         }
         self.reference = weakref.ref(ddp)
@@ -90,6 +91,11 @@ class Model:
 def has_python_hook(ddp: DistributedDataParallel) -> bool:
     """Whether a hook of the standard signature is registered."""
     return bool(ddp._comm_hooks)
+
+
+def leaves_out_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP hands over no bucket whose parameters no rank used."""
+    return getattr(ddp, "skip_all_reduce_unused_params", False)  # torch 2.11 may not have it
 
 
 def is_under_no_sync(ddp: DistributedDataParallel) -> bool:
