@@ -161,7 +161,7 @@ test-hosts:  ## gradferry in accelerate, Lightning, transformers, Ray and torchf
 preload = $(shell $(CXX) -print-file-name=libasan.so):$(shell $(CXX) -print-file-name=libstdc++.so)
 sanitized_site := build/asan/site
 sanitized_tests := $(patsubst %,tests/*/test_%.py,bad_input codec_bytes codec_payloads connecting damaged_states \
-    elastic failing_ranks faults momentum node_memory nodes protocol reducer reducer_errors reduce_scatter all_gather \
+    elastic failing_ranks faults momentum node_memory nodes forged_messages reducer reducer_errors reduce_scatter all_gather \
     shared_memory)
 
 test-sanitized: $(package_ready)  ## C++ tests and a part of the Python tests under ASan and UBSan

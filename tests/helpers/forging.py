@@ -15,9 +15,16 @@ import torch
 import torch.distributed as dist
 from outcomes import Outcome, attempt
 from reference import HEADER, Header, Layout, message_checksum, word_sum
-from reference.message import COMMIT, GATHER, PARAMETERS, SCATTER, WIRE_VERSION, tiles_hash
+from reference.message import (
+    COMMIT,
+    COMMIT_RECORD,
+    GATHER,
+    PARAMETERS,
+    SCATTER,
+    WIRE_VERSION,
+    tiles_hash,
+)
 from scenario import ChosenGradients, Run, Scenario, Weight
-from second.messages import RECORD
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
@@ -100,11 +107,9 @@ class Forger:
     def message(self, phase: int, name: str, sizes: list[int]) -> np.ndarray:
         change = self.change if self.phase == name and self.bucket == self.wrong else {}
         payloads = [np.zeros(size, np.uint8) for size in sizes]
-        for key, value in change.items():
-            if key in ("payload", "corrupt"):
-                # A full tile of q4: its first exponent byte.
-                next(p for p in payloads if len(p) == 2192)[2176] = value
-        checksum = message_checksum(payloads) if "corrupt" in change else 0
+        if "corrupt" in change:
+            # A full tile of q4: its first exponent byte.
+            next(p for p in payloads if len(p) == 2192)[2176] = change["corrupt"]
         of_tiles = 0 if phase == PARAMETERS else tiles_hash(self.tiles[self.bucket])
         header = Header(
             phase=phase,
@@ -114,15 +119,12 @@ class Forger:
             step=self.step,
             chunk=self.number,
             payload_bytes=sum(sizes),
-            checksum=checksum,
+            checksum=message_checksum(payloads),
         )
         for key, value in change.items():
-            if key not in ("payload", "corrupt", "top_bits"):
+            if key != "corrupt":
                 setattr(header, key, value)
-        message = np.concatenate([np.frombuffer(header.pack(), np.uint8), *payloads])
-        if "top_bits" in change:
-            message[[HEADER.size + 3, HEADER.size + 3 + change["top_bits"]]] ^= 0x80
-        return message
+        return np.concatenate([np.frombuffer(header.pack(), np.uint8), *payloads])
 
     def run(self) -> None:
         """A step. After the commit of the bucket that is wrong honest ranks send no more, but wait
@@ -162,10 +164,10 @@ class Forger:
         if self.change.get("status") and wrong:
             change = {"status": self.change["status"], **change}
         fields.update(change)
-        body = RECORD.pack(*fields.values())
+        body = COMMIT_RECORD.pack(*fields.values())
         if "checksum" not in change:
             fields["checksum"] = word_sum(np.frombuffer(body[:56], np.uint8))
-            body = RECORD.pack(*fields.values())
+            body = COMMIT_RECORD.pack(*fields.values())
         self._all_gather("commit", np.frombuffer(bytearray(body), np.uint8))
 
     def _all_to_all(self, lane: str, messages: list[np.ndarray]) -> None:
