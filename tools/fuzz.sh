@@ -11,10 +11,12 @@ jobs=$3
 
 run() {  # run TARGET
   local name=$1 log=$build/$1.log corpus=$build/corpus/$1
-  mkdir -p "$corpus" "$build/found"
+  local seeds=$build/seeds/$1
+  mkdir -p "$corpus" "$build/found" "$seeds"
+  tar -xf "tests/fuzz/corpus/$name.tar" -C "$seeds"
   if "$build/tests/fuzz/${name}_fuzz" -max_total_time="$seconds" -timeout=60 -rss_limit_mb=4096 \
     -print_final_stats=1 -artifact_prefix="$build/found/$name-" "$corpus" \
-    "tests/fuzz/corpus/$name" >"$log" 2>&1; then
+    "$seeds" >"$log" 2>&1; then
     echo "$name: $(awk '/number_of_executed_units/ {print $2}' "$log") inputs, coverage" \
       "$(grep -o 'cov: [0-9]*' "$log" | tail -n 1 | cut -d ' ' -f 2)"
   else

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
+from golden import golden
 from reference import (
     CODECS,
     Context,
@@ -57,21 +56,26 @@ def test_accumulate_is_the_quotient_rounded_once() -> None:
     assert np.signbit(mean[0, 2])
 
 
-GOLDEN = Path(__file__).parents[1] / "kernels" / "golden"
-
-
-@pytest.mark.parametrize("file", sorted(GOLDEN.glob("*_accumulated.bin")), ids=lambda f: f.stem)
-def test_accumulate_gives_the_golden_numbers(file: Path) -> None:
-    stem = file.stem.removesuffix("_accumulated")
+@pytest.mark.parametrize(
+    ("archive", "stem"),
+    [
+        (archive, name.removesuffix("_accumulated"))
+        for archive in dict.fromkeys(codec.partition(":")[0] for codec in CODECS)
+        for name in golden(archive)
+        if name.endswith("_accumulated")
+    ],
+)
+def test_accumulate_gives_the_golden_numbers(archive: str, stem: str) -> None:
+    files = golden(archive)
     payloads = [
-        np.fromfile(GOLDEN / f"{stem}_payload_rank{rank}.bin", np.uint8)[None] for rank in (0, 1, 0)
+        np.frombuffer(files[f"{stem}_payload_rank{rank}"], np.uint8)[None] for rank in (0, 1, 0)
     ]
-    golden = np.fromfile(file, np.float32)
+    mean = np.frombuffer(files[f"{stem}_accumulated"], np.float32)
     # As tests/kernels/golden/README.md says.
     context = Context(seed=7, step=3, first_tile=40)
     codec = stem.replace("_", ":", 1)
-    found = accumulate_tiles(codec, "float32", payloads, len(golden), 3, context)
-    assert found.tobytes() == golden.tobytes()
+    found = accumulate_tiles(codec, "float32", payloads, len(mean), 3, context)
+    assert found.tobytes() == mean.tobytes()
 
 
 @pytest.mark.parametrize("feedback", ["none", "worker", "owner", "both"])

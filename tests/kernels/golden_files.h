@@ -1,4 +1,5 @@
-// Files of tests/kernels/golden. GRADFERRY_WRITE_GOLDEN=1 writes them.
+// Archives of tests/kernels/golden. With GRADFERRY_WRITE_GOLDEN=FOLDER what is found is written to
+// FOLDER/<archive>/<name>.bin.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -6,27 +7,35 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
+#include <map>
 #include <string>
+
+#include "tests/kernels/archive.h"
 
 namespace gradferry::testing {
 
-inline std::string golden_path(const std::string& name) {
-  return std::string(GRADFERRY_GOLDEN_DIR) + "/" + name + ".bin";
-}
-
-inline std::string read_file(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  EXPECT_TRUE(file) << "missing " << path;
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-inline void expect_golden(const std::string& name, const std::string& found) {
-  if (std::getenv("GRADFERRY_WRITE_GOLDEN") != nullptr) {
-    std::filesystem::create_directories(std::filesystem::path(golden_path(name)).parent_path());
-    std::ofstream(golden_path(name), std::ios::binary) << found;
+inline const std::map<std::string, std::string>& golden_archive(const std::string& name) {
+  static std::map<std::string, std::map<std::string, std::string>> archives;
+  auto found = archives.find(name);
+  if (found == archives.end()) {
+    found = archives.emplace(name, read_archive(GRADFERRY_GOLDEN_DIR "/" + name + ".tar")).first;
   }
-  EXPECT_TRUE(read_file(golden_path(name)) == found) << name << " differs";
+  return found->second;
+}
+
+inline std::string golden(const std::string& archive, const std::string& name) {
+  return golden_archive(archive).at(name + ".bin");
+}
+
+inline void expect_golden(const std::string& archive, const std::string& name,
+                          const std::string& found) {
+  if (const char* folder = std::getenv("GRADFERRY_WRITE_GOLDEN")) {
+    const std::filesystem::path path = std::filesystem::path(folder) / archive;
+    std::filesystem::create_directories(path);
+    std::ofstream(path / (name + ".bin"), std::ios::binary) << found;
+    return;
+  }
+  EXPECT_TRUE(golden(archive, name) == found) << name << " of " << archive << " differs";
 }
 
 template <class Bytes>

@@ -1,5 +1,5 @@
-// Whole messages recorded in tests/kernels/golden/messages: headers, several tiles and codecs in
-// one message, gradients of 16 bits, commits with maps, hashes of parameters.
+// Whole messages recorded in tests/kernels/golden/messages.tar: headers, several tiles and codecs
+// in one message, gradients of 16 bits, commits with maps, hashes of parameters.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -60,7 +60,7 @@ Layout golden_layout(ScalarType dtype, uint32_t rank) {
 
 // The bucket of a rank: its golden gradient over and over, times 2^12, rounded to the dtype.
 Bytes golden_bucket(ScalarType dtype, uint32_t rank, uint64_t num_elements) {
-  const std::string file = read_file(golden_path("gradient_rank" + std::to_string(rank)));
+  const std::string file = golden("gradient", "gradient_rank" + std::to_string(rank));
   std::vector<float> numbers(file.size() / sizeof(float));
   std::memcpy(numbers.data(), file.data(), file.size());
   const uint32_t item = item_bytes(dtype);
@@ -184,14 +184,14 @@ TEST(GoldenMessages, OfABucketStillDescribeTheWireFormat) {
         sent.push_back(ranks[rank].scatter());
       }
       for (uint32_t rank = 0; rank < kRanks; ++rank) {
-        const std::string here = "messages/" + name + "_", at = "rank" + std::to_string(rank);
+        const std::string here = name + "_", at = "rank" + std::to_string(rank);
         const uint32_t other = 1 - rank;
-        expect_golden(here + "scatter_" + at + "_to_rank" + std::to_string(other),
+        expect_golden("messages", here + "scatter_" + at + "_to_rank" + std::to_string(other),
                       as_string(sent[rank][other]));
-        expect_golden(here + "gather_" + at,
+        expect_golden("messages", here + "gather_" + at,
                       as_string(ranks[rank].gather({sent[0][rank], sent[1][rank]})));
       }
-      expect_golden("messages/" + name + "_hashes_rank0", as_string(ranks[0].hashes()));
+      expect_golden("messages", name + "_hashes_rank0", as_string(ranks[0].hashes()));
     }
   }
 }
@@ -217,11 +217,11 @@ std::string commit_message(uint32_t rank, const GoldenFault& fault,
 TEST(GoldenMessages, CommitsStillDescribeTheWireFormat) {
   const GoldenFault none{WireStatus::kOk, Phase::kScatter, 0, 0, 0, 0};
   const std::array<uint8_t, 8> used = {1, 0, 1, 1, 0, 1, 1, 0};
-  expect_golden("messages/commit_rank0", commit_message(0, none, used, 0.0F));
-  expect_golden("messages/commit_scaled_rank0", commit_message(0, none, used, 6.25e4F));
+  expect_golden("messages", "commit_rank0", commit_message(0, none, used, 0.0F));
+  expect_golden("messages", "commit_scaled_rank0", commit_message(0, none, used, 6.25e4F));
   const GoldenFault fault{WireStatus::kBadChecksum, Phase::kGather,     0,
                           (1ull << 32) + kChunk,    0x0123456789abcdef, 0xfedcba9876543210};
-  expect_golden("messages/commit_rank1",
+  expect_golden("messages", "commit_rank1",
                 commit_message(1, fault, {1, 1, 0, 1, 0, 0, 1, 0}, 6.25e4F));
 }
 

@@ -1,10 +1,7 @@
 // Payloads, residuals and results recorded in tests/kernels/golden: the wire format does not change
-// by accident. GRADFERRY_WRITE_GOLDEN=1 writes the files anew, which needs a new wire version.
-// Payloads in tests/kernels/golden/bad break the format, and are found out.
+// by accident. To write them anew needs a new wire version (tests/kernels/golden/README.md).
+// Payloads in golden/bad.tar break the format, and are found out.
 #include <gtest/gtest.h>
-
-#include <filesystem>
-#include <iterator>
 
 #include "tests/kernels/codec_runner.h"
 #include "tests/kernels/golden_files.h"
@@ -26,7 +23,6 @@ std::vector<double> golden_numbers(uint32_t n, uint32_t rank) {
   return result;
 }
 
-const std::string kBadDirectory = std::string(GRADFERRY_GOLDEN_DIR) + "/bad";
 constexpr uint32_t kElements = 1100;  // one whole group, blocks, and a ragged end
 
 // Every codec of the table, with each of its options.
@@ -52,6 +48,7 @@ TEST(GoldenFiles, StillDescribeTheWireFormat) {
   for (const std::string& codec : golden_codecs()) {
     for (const Isa isa : available_isas()) {
       const Runner run = runner(codec);
+      const std::string archive(run.codec(isa).name);
       const bool keeps_residual = run.codec(isa).lossy;
       std::vector<Buffer> payloads, residuals(2);
       for (uint32_t rank = 0; rank < 2; ++rank) {
@@ -59,32 +56,31 @@ TEST(GoldenFiles, StillDescribeTheWireFormat) {
         const Buffer zero = run.residual_from(std::vector<float>(kElements, 0.0f));
         const Result r = run.encode(isa, gradient, keeps_residual ? zero : Buffer());
         const std::string suffix = "_rank" + std::to_string(rank);
-        expect_golden("gradient" + suffix, as_string(gradient));
-        expect_golden(stem(codec) + "_payload" + suffix, as_string(r.payload));
+        expect_golden("gradient", "gradient" + suffix, as_string(gradient));
+        expect_golden(archive, stem(codec) + "_payload" + suffix, as_string(r.payload));
         if (keeps_residual)
-          expect_golden(stem(codec) + "_residual" + suffix, as_string(r.residual));
+          expect_golden(archive, stem(codec) + "_residual" + suffix, as_string(r.residual));
         payloads.push_back(r.payload);
       }
       const Result reduced = run.reduce(isa, payloads, Buffer());
-      expect_golden(stem(codec) + "_reduced", as_string(reduced.payload));
-      expect_golden(stem(codec) + "_decoded",
+      expect_golden(archive, stem(codec) + "_reduced", as_string(reduced.payload));
+      expect_golden(archive, stem(codec) + "_decoded",
                     as_string(run.decode(isa, reduced.payload, Buffer(), Stage::kOwner).gradient));
       payloads.push_back(payloads[0]);
-      expect_golden(stem(codec) + "_accumulated",
+      expect_golden(archive, stem(codec) + "_accumulated",
                     as_string(run.accumulate(isa, payloads, 3).gradient));
     }
   }
 }
 
-// A bad file's name is the codec's, "__" and what is wrong with it.
+// The name of a bad payload is the codec's, "__" and what is wrong with it.
 TEST(GoldenFiles, BadPayloadsAreFlaggedAndDecodeToNan) {
-  std::ptrdiff_t num_checked = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(kBadDirectory)) {
-    const std::string name = entry.path().stem().string();
+  const auto& bad = golden_archive("bad");
+  size_t num_checked = 0;
+  for (const auto& [name, bytes] : bad) {
     for (const std::string& codec : golden_codecs()) {
       if (name.substr(0, name.find("__")) != stem(codec)) continue;
       ++num_checked;
-      const std::string bytes = read_file(entry.path());
       const Runner run = runner(codec);
       Buffer payload(run.payload_bytes(kElements, Stage::kWorker));
       ASSERT_EQ(bytes.size(), payload.size()) << name;
@@ -103,8 +99,7 @@ TEST(GoldenFiles, BadPayloadsAreFlaggedAndDecodeToNan) {
       }
     }
   }
-  EXPECT_EQ(num_checked, std::distance(std::filesystem::directory_iterator(kBadDirectory), {}))
-      << "a file in " << kBadDirectory << " names no codec";
+  EXPECT_EQ(num_checked, bad.size()) << "a file in bad.tar names no codec";
 }
 
 }  // namespace

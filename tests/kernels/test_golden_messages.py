@@ -1,14 +1,14 @@
-"""The NumPy twin writes the messages in golden/messages, to the byte."""
+"""The NumPy twin writes the messages in golden/messages.tar, to the byte."""
 
 from __future__ import annotations
 
 import dataclasses
 import struct
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
+from golden import golden
 from reference import Context, Header, Layout, Parameter, narrow, widen, word_sum
 from reference.engine import encode_tiles, reduce_tiles
 from reference.message import (
@@ -21,7 +21,6 @@ from reference.message import (
     WIRE_VERSION,
 )
 
-GOLDEN = Path(__file__).with_name("golden")
 # As tests/kernels/golden/README.md says.
 SIZES = {"a": 5196, "b": 70, "c": 200, "d": 300, "e": 1000, "f": 200, "g": 41}
 CODECS = {"a": "q4", "b": "exact", "c": "q8", "d": "sign1", "e": "topk", "f": "rht", "g": "bf16"}
@@ -31,8 +30,7 @@ CONFIG_HASH, LAYOUT_HASH = 0x1122334455667788, 0x99AABBCCDDEEFF00
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def golden(name: str) -> bytes:
-    return (GOLDEN / "messages" / f"{name}.bin").read_bytes()
+MESSAGES = golden("messages")
 
 
 def layout_of(dtype: str) -> Layout:
@@ -43,7 +41,7 @@ def layout_of(dtype: str) -> Layout:
 
 def gradients(dtype: str, rank: int) -> dict[int, np.ndarray]:
     """By parameter."""
-    numbers = np.fromfile(GOLDEN / f"gradient_rank{rank}.bin", "<f4")
+    numbers = np.frombuffer(golden("gradient")[f"gradient_rank{rank}"], "<f4")
     sizes = list(SIZES.values())
     total = sum(sizes)
     bucket = narrow(np.resize(numbers, total) * np.float32(4096), dtype)
@@ -131,17 +129,17 @@ def test_messages_are_the_golden_ones(dtype: str) -> None:
             (SCATTER, sent, f"scatter_rank{rank}_to_rank{1 - rank}"),
             (GATHER, reduced, f"gather_rank{rank}"),
         ):
-            assert write(header(phase, rank), np.concatenate(parts)) == golden(f"{dtype}_{name}")
+            assert write(header(phase, rank), np.concatenate(parts)) == MESSAGES[f"{dtype}_{name}"]
     by_parameter = gradients(dtype, 0)
     hashes = [hash_bits(by_parameter[index].tobytes()) for index in range(len(SIZES))]
     message = write(header(PARAMETERS, 0), np.array(hashes, "<u8").view(np.uint8))
-    assert message == golden(f"{dtype}_hashes_rank0")
+    assert message == MESSAGES[f"{dtype}_hashes_rank0"]
 
 
 def test_commits_are_the_golden_ones() -> None:
     used = [1, 0, 1, 1, 0, 1, 1]
     scale = int(np.float32(62500).view(np.uint32))
     failed = (CHUNK, GATHER, 0, 0x0123456789ABCDEF, 0xFEDCBA9876543210)
-    assert write_commit(0, 0, (0,) * 5, used) == golden("commit_rank0")
-    assert write_commit(0, 0, (0, 0, 0, 0, scale), used) == golden("commit_scaled_rank0")
-    assert write_commit(1, 10, failed, [1, 1, 0, 1, 0, 0, 1]) == golden("commit_rank1")
+    assert write_commit(0, 0, (0,) * 5, used) == MESSAGES["commit_rank0"]
+    assert write_commit(0, 0, (0, 0, 0, 0, scale), used) == MESSAGES["commit_scaled_rank0"]
+    assert write_commit(1, 10, failed, [1, 1, 0, 1, 0, 0, 1]) == MESSAGES["commit_rank1"]
