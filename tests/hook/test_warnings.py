@@ -155,17 +155,16 @@ class Owner:
     """Can be referred to weakly."""
 
 
-def test_callbacks_end_with_their_owner_and_their_parameters() -> None:
+def test_callbacks_are_of_their_parameters_and_end_with_their_owner() -> None:
     before = len(step_numbers._calls)
-    owner, parameter = Owner(), nn.Parameter(torch.zeros(1))
-    other = SGD([nn.Parameter(torch.zeros(1))])
+    owner, other = Owner(), SGD([nn.Parameter(torch.zeros(1))])
     called = []
     call_after_steps(called.append, owner=owner)
-    index = torch.utils.weak.WeakIdKeyDictionary({parameter: 0})
-    call_after_steps(lambda _: called.append(None), index=index)
+    index = {nn.Parameter(torch.zeros(1)): 0}
+    call_after_steps(lambda _: called.append(None), index=index, owner=owner)
     other.step()
     assert called == [other]  # it does not hold the parameter
-    del owner, parameter
+    del owner
     gc.collect()
     other.step()
     assert called == [other]

@@ -116,7 +116,7 @@ def start_engine(
         nonce: different for every engine of the group.
         transport: of the gradients; None: they are on the CPU.
         hashes: of (configuration, parameters), for message headers.
-        tensors: the parameters themselves, for `check_every`.
+        tensors: the parameters themselves, for `check_every` and `exact_skip`; else none.
         find_unused_parameters: that of DDP.
         nodes: which ranks share a node, as agreed by all ranks; None: every rank is alone.
         recovery_hint: for people, what to do after an error has ended the engine.

@@ -37,7 +37,11 @@ from gradferry.fsdp.rendezvous import (
 )
 from gradferry.fsdp.state import ALL_GATHER, REDUCE_SCATTER, REPLICAS, Attached, ShardedState
 from gradferry.fsdp.watch import Guard, watch
-from gradferry.reduction.advice import warn_about_rules, watch_optimizer
+from gradferry.reduction.advice import (
+    warn_about_unmatched,
+    warn_if_nothing_is_compressed,
+    watch_optimizer,
+)
 from gradferry.reduction.running import Running, propose
 
 _RECOVERY_HINT = (
@@ -327,12 +331,15 @@ def _finish(
             f"FSDP2 does not reduce the gradients of {first_of(apart)}: they will differ from "
             "rank to rank; call fully_shard on the whole model, too, and then attach"
         )
+    sent = []
     for each in attached:
         running = each.running
         if running.engine is None:
             continue
-        exchanges, option = running.transport.exchanges, each.rules_option
-        warn_about_rules(running.config, running.parameters, exchanges=exchanges, option=option)
+        warn_about_unmatched(running.config, running.parameters, each.rules_option)
+        if running.transport.exchanges:
+            sent.append((running.config, running.parameters, each.rules_option))
+    warn_if_nothing_is_compressed(sent)
 
 
 def _check_modules(modules: Sequence[ShardedModule]) -> None:

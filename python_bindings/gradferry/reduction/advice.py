@@ -125,30 +125,46 @@ def own_momenta(group: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def warn_about_rules(
-    config: Config,
-    parameters: Sequence[ParameterLayout],
-    *,
-    exchanges: bool,
-    option: str = "rules",
+    config: Config, parameters: Sequence[ParameterLayout], *, exchanges: bool
 ) -> None:
-    """Warns of rules that match no parameter, and of a codec that no parameter gets. `option`: the
-    one that gives the rules.
-    """
+    """Warns of rules that match no parameter, and of a codec that no parameter gets."""
+    warn_about_unmatched(config, parameters, "rules")
+    if exchanges:
+        warn_if_nothing_is_compressed([(config, parameters, "rules")])
+
+
+def warn_about_unmatched(
+    config: Config, parameters: Sequence[ParameterLayout], option: str
+) -> None:
+    """Warns of rules that match no parameter. `option`: the one that gives them."""
     for number, rule in enumerate(config.rules):
         if not any(_matches(rule, parameter) for parameter in parameters):
-            names = [parameter.name for parameter in parameters]
+            names = list(dict.fromkeys(parameter.name for parameter in parameters))
             warn(_unmatched(f"{option}[{number}]", rule, names))
-    reasons = [_why_exempt(config, parameter) for parameter in parameters]
-    compresses = config.codec.lossy or config.chooses
-    if not exchanges or not compresses or not all(reasons) or set(reasons) <= {_BY_RULE}:
+
+
+def warn_if_nothing_is_compressed(
+    exchanges: Sequence[tuple[Config, Sequence[ParameterLayout], str]],
+) -> None:
+    """Warns if codecs were asked for, and no parameter gets one in any of the exchanges of a model:
+    of each the configuration, its parameters, and the option that gives its rules.
+    """
+    asked = [each for each in exchanges if each[0].codec.lossy or each[0].chooses]
+    reasons, options = {}, []
+    for config, parameters, option in asked:
+        options.append(f"{option}=")
+        for parameter in parameters:
+            if (reason := _why_exempt(config, parameter)) is None:
+                return
+            reasons[parameter.name] = reason  # once, for the shards of all ranks
+    if set(reasons.values()) <= {_BY_RULE}:
         return
-    # A sharded parameter has a layout for each shard.
-    kinds = {p.name: reason for p, reason in zip(parameters, reasons, strict=True)}
-    counted = ", ".join(f"{count} {kind}" for kind, count in Counter(kinds.values()).items())
-    codec = AUTO if config.chooses else str(config.codec)
+    counted = ", ".join(f"{count} {kind}" for kind, count in Counter(reasons.values()).items())
+    codecs = [repr(AUTO if each.chooses else str(each.codec)) for each, _, _ in asked]
     warn(
-        f"nothing is compressed by {codec!r}: every parameter is exempt ({counted}) and is sent as "
-        f"it is. Give parameters of fp32, bf16 or fp16 a codec by {option}=, or take 'off' instead"
+        f"nothing is compressed by {' and '.join(codecs)}: every parameter is exempt ({counted}) "
+        "and is sent as it is. Give parameters of fp32, bf16 or fp16 a codec by "
+        f"{' or '.join(options)}, or take 'off' instead"
     )
 
 

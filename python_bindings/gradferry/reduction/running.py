@@ -7,14 +7,13 @@ import math
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from gradferry import _native
 from gradferry._build_info import GRADFERRY_VERSION
@@ -61,13 +60,15 @@ class Running:
         group_itself: weak, so that it can be destroyed: a gloo group that outlives that aborts the
             process at its end.
         index: for each tensor that was registered, such as a parameter that DDP reduces, its index
-            in `parameters`.
+            in `parameters`. By the object, which torch keeps when it moves or converts a model, and
+            not weakly: it would refuse to.
         transport: how bytes reach the other ranks.
         agreed: the record that all ranks agreed on, without its parameters.
         nodes: which ranks share a machine; until they have met, none.
         exchange: which one runs between them; until they have met, the flat one.
         recovery_hint: for people, what to do after an error has ended the engine.
         collective: of every bucket: "all_reduce", "reduce_scatter" or "all_gather".
+        of_parts: whether what is averaged are parts of the tensors in `index`.
         engine: None if every bucket passes through.
         retired: sums of the counters of earlier engines.
         retired_steps: how many steps these took.
@@ -85,13 +86,14 @@ class Running:
     world_ranks: Sequence[int]
     group_name: str
     group_itself: weakref.ref[dist.ProcessGroup]
-    index: WeakIdKeyDictionary
+    index: Mapping[torch.Tensor, int]
     transport: Transport
     agreed: Record
     nodes: Nodes
     exchange: Exchange
     recovery_hint: str
     collective: str = "all_reduce"
+    of_parts: bool = False
     engine: _native.BucketEngine | None = None
     retired: Counter[str] = field(default_factory=Counter)
     retired_steps: int = 0
@@ -188,6 +190,8 @@ class Running:
         parameters = self.parameters
         if self.delivers:
             parameters = tuple(replace(parameter, warmup=EXACT) for parameter in parameters)
+        # With a weak reference to a tensor torch does not convert it in place.
+        reads = not self.of_parts and (self.config.check_every > 0 or self.config.exact_skip)
         if not self.config.passes_through:
             self.engine = start_engine(
                 self.config,
@@ -196,7 +200,7 @@ class Running:
                 nonce,
                 transport=self.transport,
                 hashes=(self.config_hash, self.layout_hash),
-                tensors=self.tensors(),
+                tensors=self.tensors() if reads else (),
                 find_unused_parameters=self.finds_unused_parameters,
                 nodes=self.exchange.nodes.members,
                 recovery_hint=self.recovery_hint,
@@ -478,7 +482,7 @@ def propose(
         world_ranks=world_ranks(group),
         group_name=group.group_name,
         group_itself=weakref.ref(group),
-        index=WeakIdKeyDictionary({t: i for i, t in enumerate(known) if t is not None}),
+        index={tensor: i for i, tensor in enumerate(known) if tensor is not None},
         transport=transport,
         agreed={
             **model,
@@ -491,6 +495,7 @@ def propose(
         exchange=Exchange(alone, "ranks have not met"),
         recovery_hint=recovery_hint,
         collective=collective,
+        of_parts=known_as is not None,
     )
 
 

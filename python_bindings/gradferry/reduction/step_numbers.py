@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import cache
 from typing import Any, Protocol, TypedDict
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 StepCallback = Callable[[dict[str, Any]], None]
 
@@ -155,14 +155,14 @@ class Stats(_Counters, total=False):
 # Index, owner, callback.
 _calls: OrderedDict[
     int,
-    tuple[WeakIdKeyDictionary | None, Callable[[], object | None], Callable[[Optimizer], None]],
+    tuple[Container[torch.Tensor] | None, Callable[[], object | None], Callable[[Optimizer], None]],
 ] = OrderedDict()
 
 
 def call_after_steps(
     callback: Callable[[Optimizer], None],
     *,
-    index: WeakIdKeyDictionary | None = None,
+    index: Container[torch.Tensor] | None = None,
     owner: object | None = None,
 ) -> RemovableHandle:
     """Calls `callback` after every step of any `torch.optim` optimizer.
@@ -170,8 +170,8 @@ def call_after_steps(
     Args:
         callback: gets the optimizer. Its exceptions are raised by the optimizer's ``step()``, after
             all callbacks: of several the first.
-        index: limits the calls to optimizers that hold a parameter in it, and ends them when all
-            these parameters were freed.
+        index: limits the calls to optimizers that hold a parameter in it. What has weak references
+            to parameters keeps torch from moving and converting sharded models.
         owner: ends the calls when it is freed, and is held during each; `callback` must not refer
             to it.
 
@@ -179,7 +179,6 @@ def call_after_steps(
         A handle whose ``remove()`` ends the calls; the callback may use it.
     """
     _register()
-    _forget_freed()  # where no optimizer has stepped since
     handle = RemovableHandle(_calls)
     find_owner = (lambda: callback) if owner is None else weakref.ref(owner)
     _calls[handle.id] = (index, find_owner, callback)
@@ -213,14 +212,7 @@ def _register() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def _forget_freed() -> None:
-    for number, (index, _, _) in list(_calls.items()):
-        if index is not None and not index:
-            _calls.pop(number, None)
-
-
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _forget_freed()
     first: Exception | None = None
     for index, find_owner, callback in list(_calls.values()):
         owner = find_owner()  # which an earlier callback, or a collection in it, may have freed
@@ -238,5 +230,5 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             del first  # likewise
 
 
-def _holds_any(optimizer: Optimizer, index: WeakIdKeyDictionary) -> bool:
+def _holds_any(optimizer: Optimizer, index: Container[torch.Tensor]) -> bool:
     return any(p in index for group in optimizer.param_groups for p in group["params"])
