@@ -151,6 +151,9 @@ def doctor_rows(found: Diagnosis, asked: Mapping[str, Any]) -> list[dict[str, An
             "ms": 1e3 * step.seconds,
             "steps": step.steps,
             "ratio_to_none": step.seconds / found.silent_s,
+            "times_faster": step.times_faster.median,
+            "times_faster_low": step.times_faster.low,
+            "times_faster_high": step.times_faster.high,
             "wire_bytes": step.wire_bytes,
             "needs_momentum": not step.is_advised,
         }

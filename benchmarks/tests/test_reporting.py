@@ -12,15 +12,14 @@ from datetime import datetime
 from math import comb
 
 import pytest
+from gradferry.ddp.interval import coverage_of, interval_of_median
 from gradferry.errors import ConfigError
 from gradferry_lab.output.curves import Axis, Curve, draw_loss_curves, running_mean
 from gradferry_lab.output.html import Picture, Section, html_page
 from gradferry_lab.output.json_file import environment, read_json, require_replaceable, write_json
 from gradferry_lab.output.paired import (
     coverage_note,
-    coverage_of,
     coverage_text,
-    interval_of_median,
     paired_difference,
     paired_ratio,
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gradferry.ddp.interval import Interval
 from gradferry.diagnosis import Diagnosis, Step
 from gradferry_lab.bench.codec import codec_table
 from gradferry_lab.bench.collective import collective_table
@@ -181,7 +182,8 @@ def test_plan_fits_80_columns(options: str, tmp_path: Path) -> None:
 def test_doctor_fits_80_columns() -> None:
     hooks = ("rht:bits=3", "q4", "q8", "torch:bf16", "torch:fp32")
     steps = tuple(
-        Step(hook, "two-level", 12.3456, 1, 12_345_678_901, is_advised=False) for hook in hooks
+        Step(hook, "two-level", 12.3, Interval(1, 1, 9), 2, 12_345_678_901, is_advised=False)
+        for hook in hooks
     )
     text = str(Diagnosis("Use q4.", steps, 1.2, 64, 500, 7_000_000_000, "cpu"))
     table = [line for line in text.splitlines() if line.startswith(("hook", *hooks))]

@@ -25,6 +25,7 @@ from gradferry.core.nodes import exchanges_to_choose_from, found_nodes, option_f
 from gradferry.core.parameters import reduced_parameters
 from gradferry.ddp.attach import attach
 from gradferry.ddp.batch import batch_loss, misfit
+from gradferry.ddp.interval import Interval
 from gradferry.ddp.model import distributed_in
 from gradferry.ddp.schedule import ProcessorWait, Schedule, about, busy_notes
 from gradferry.ddp.trial import (
@@ -57,6 +58,8 @@ _NO_SYNC = Candidate("no communication", 0.0, needs_memory=False)
 _PROBE_ELEMENTS = 1 << 20  # of fp32: a third of a second at 100 Mb/s, between two ranks
 _BEFORE = 2  # steps: in the first DDP arranges its buckets, and the optimizer makes its state
 
+# Shorter steps of a processor vary by as much as they take: its scheduler gives turns of that size.
+_TOO_SHORT_S = 2e-3
 # A step without communication that takes so many times a step with some tells of other work.
 _IMPOSSIBLE = 1.1
 # A hook keeps up if a step under it takes less than so many times a step without communication.
@@ -74,7 +77,8 @@ class Step:
         hook: a codec string, or one of `TORCH_DTYPES`.
         exchange: ``"flat"`` or ``"two-level"`` where ranks share nodes, else None.
         seconds: the median of the counted steps, on the slowest rank.
-        steps: how many were counted; 1 if the first was hopeless.
+        times_faster: than `PLAIN`, with how far that may be off.
+        steps: how many were counted; 2 if they were hopeless.
         wire_bytes: that a rank sends to other ranks per step; with two levels to other nodes. Of
             PyTorch's hooks what a ring sends.
         is_advised: false for a codec below 3 bits, which trains well only in momentum mode.
@@ -83,6 +87,7 @@ class Step:
     hook: str
     exchange: str | None
     seconds: float
+    times_faster: Interval
     steps: int
     wire_bytes: int
     is_advised: bool
@@ -125,12 +130,12 @@ class Diagnosis:
     def __str__(self) -> str:
         """The verdict, what is wrong with the figures, and a table."""
         plain = next(step.seconds for step in self.steps if step.hook == PLAIN)
-        head = ("hook", "ms per step", "times faster", "bytes sent per step")
+        head = ("hook", "ms per step", "times faster", "bytes per step")
         rows = [
             (
                 step.name + " *" * (not step.is_advised),
-                f"{1e3 * step.seconds:,.1f}{'' if step.steps > 1 else ' (1 step)'}",
-                f"{plain / step.seconds:.2f}",
+                f"{1e3 * step.seconds:,.1f}{self._few(step)}",
+                step.times_faster.shown(".2f"),
                 f"{step.wire_bytes:,}",
             )
             for step in self.steps
@@ -146,11 +151,12 @@ class Diagnosis:
         asked = {step.hook for step in self.steps}
         notes = [
             f"{self.world_size} ranks, {self.elements:,} elements in {self.parameters} parameters "
-            f"on {self.device}. Median of {COUNTED_STEPS} steps on the slowest rank; times faster "
-            f"than {PLAIN}, DistributedDataParallel without a hook."
+            f"on {self.device}. Median of {COUNTED_STEPS} steps on the slowest rank, or of more "
+            f"where they vary; times faster than {PLAIN}, DistributedDataParallel without a hook, "
+            "with the interval of that median. Bytes are those that a rank sends."
         ]
-        if any(step.steps == 1 for step in self.steps):
-            notes.append("(1 step): so much slower than another that no more were made.")
+        if any(self._few(step) for step in self.steps):
+            notes.append("(2 steps): so much slower than another that no more were made.")
         if not all(step.is_advised for step in self.steps):
             notes.append("*: trains well only in momentum mode (momentum=).")
         notes += [f"{hook}: {loss}." for hook, loss in LOSSES.items() if hook in asked]
@@ -171,6 +177,10 @@ class Diagnosis:
         doubts += busy_notes(self.waited, "in steps without communication")
         return "\n".join([self.verdict, *doubts, "", *lines, "", *notes])
 
+    @staticmethod
+    def _few(step: Step) -> str:
+        return "" if step.steps >= COUNTED_STEPS else f" ({step.steps} steps)"
+
 
 def doctor(
     ddp: DistributedDataParallel,
@@ -182,8 +192,9 @@ def doctor(
     """Tries hooks on copies of the model, and says which to use. Collective.
 
     Each hook trains a copy for some nine steps, one hook after the other, and those with the fewest
-    bytes first: what is hopeless after its first counted step gets no more. Needs memory for a
-    second model with its optimizer. The model itself and torch's random generator do not change.
+    bytes first: what is hopeless after its first two counted steps gets no more. Where the order of
+    the fastest is still open they take up to two more turns. Needs memory for a second model with
+    its optimizer. The model itself and torch's random generator do not change.
 
     Args:
         ddp: on the CPU or a GPU, in a process group of at least two ranks. What torch.compile or
@@ -307,32 +318,42 @@ class _Examination:
         self._emit("training steps without communication, to estimate how long the rest takes")
         silent = Trial([_NO_SYNC], self._clock, self._slowest)
         _, share = self._try(silent, _NO_SYNC)
-        waited = self._slowest(share)
+        (waited,) = self._slowest([share])
         silent_s = silent.outcomes[0].seconds
         trial = Trial(self._candidates, self._clock, self._slowest)
         schedule = Schedule(trial.waiting, _BEFORE, silent_s, self._seconds_per_bit())
         sent: dict[Candidate, int] = {}
         while (candidate := trial.current) is not None:
+            number = len(self._candidates) - len(trial.waiting) + 1
             self._emit(
-                f"trying {candidate.name}, {len(sent) + 1} of {len(self._candidates)}, "
-                f"{about(schedule.left(trial.waiting))} left"
+                f"trying {candidate.name}{' again' * (candidate in sent)}, {number} of "
+                f"{len(self._candidates)}, {about(schedule.left(trial.waiting))} left"
             )
             started = time.monotonic()
             sent[candidate], _ = self._try(trial, candidate)
             schedule.note(candidate, time.monotonic() - started)
+        plain = plain_of(trial.outcomes)
         steps = tuple(
             Step(
                 hook=outcome.candidate.hook,
                 exchange=outcome.candidate.exchange,
                 seconds=outcome.seconds,
+                times_faster=plain.over(outcome),
                 steps=outcome.steps,
-                wire_bytes=int(self._slowest(sent[outcome.candidate])),
+                wire_bytes=int(self._slowest([sent[outcome.candidate]])[0]),
                 is_advised=outcome.candidate.bits >= COARSE_BITS,
             )
             for outcome in sorted(trial.outcomes, key=lambda outcome: outcome.seconds)
         )
         verdict = advise(trial.outcomes, silent_s, self._options)
-        if suits_diloco(self._ddp):
+        fastest = min(trial.outcomes, key=_seconds)
+        if self._place.type == "cpu" and fastest.seconds < _TOO_SHORT_S:
+            verdict = (
+                f"Too short to tell: a step with {fastest.shown} is about as long as a processor's "
+                f"scheduler delays one ({plain.shown}); ask with the "
+                "model and the batch that you train."
+            )
+        elif suits_diloco(self._ddp):
             verdict = f"{verdict.removesuffix('.')}{advise_diloco(trial.outcomes, silent_s)}."
         if self._on_one_host:
             verdict = f"On one host, {verdict[:1].lower()}{verdict[1:]}"
@@ -408,10 +429,10 @@ class _Examination:
             begin = self._clock.mark()
             dist.all_reduce(probe, group=self._group)
             seconds = self._clock.seconds(begin, self._clock.mark())
-        return self._slowest(seconds) / (8 * probe.nbytes) * self._elements
+        return self._slowest([seconds])[0] / (8 * probe.nbytes) * self._elements
 
-    def _slowest(self, value: float) -> float:
-        return most_of_ranks([value], self._group, self._meeting)[0]
+    def _slowest(self, values: Sequence[float]) -> list[float]:
+        return most_of_ranks(values, self._group, self._meeting)
 
 
 def advise(
@@ -425,24 +446,35 @@ def advise(
         options: by exchange other than the default, the option `nodes` that asks for it.
     """
     ready = [each for each in outcomes if each.candidate.bits >= COARSE_BITS]
-    plain = next(each for each in outcomes if each.candidate.hook == PLAIN)
+    plain, fastest = plain_of(outcomes), min(ready, key=_seconds)
     chosen = most_precise(ready)
+    # Those that may be faster by more than precision is worth: their order is open.
+    level = [each for each in ready if each.over(chosen).low < 1 - TOLERANCE]
+    if level:
+        level.append(chosen)
+        usual = [each for each in level if each.candidate.hook in (PLAIN, _OUTER_CODEC)]
+        chosen = most_precise(usual or level) if plain not in level else plain
+        level.remove(chosen)
     takes = f"takes {1e3 * chosen.seconds:,.1f} ms per step"
     silent = f"a step without communication {1e3 * silent_s:,.1f} ms"
-    if chosen.candidate.hook == PLAIN:
+    alike = "".join(
+        f"; {each.candidate.name} is level here, {each.over(chosen).shown('.2f')} times as long"
+        for each in level
+    )
+    if chosen is plain:
         codecs = [each for each in ready if each.candidate.needs_memory]
         verdict = f"Do not compress: {PLAIN} {takes}, {silent}"
         if codecs:
             verdict += f", and the fastest codec, {min(codecs, key=_seconds).shown}"
-        return f"{verdict}."
-    verdict = f"Use {chosen.candidate.name}: it {takes}, {PLAIN} {1e3 * plain.seconds:,.1f} ms "
-    verdict += f"({plain.seconds / chosen.seconds:.2f} times as long), {silent}"
+        return f"{verdict}{alike}."
+    verdict = f"Use {chosen.candidate.name}: it {takes}, {PLAIN} {1e3 * plain.seconds:,.1f} ms, "
+    verdict += f"{plain.over(chosen).shown('.2f')} times as long, "
+    verdict += f"{silent}{alike}"
     if chosen.candidate.exchange in (options or {}):
         verdict += f"; attach with nodes={(options or {})[str(chosen.candidate.exchange)]!r}"
     if loss := LOSSES.get(chosen.candidate.hook):
         verdict += f"; {loss}"
-    fastest = min(ready, key=_seconds)
-    if fastest is not chosen:
+    if fastest is not chosen and not level:
         verdict += f"; {fastest.shown} is less precise and less than {TOLERANCE:.0%} faster"
     return f"{verdict}."
 
@@ -475,6 +507,11 @@ def suits_diloco(ddp: DistributedDataParallel) -> bool:
     # DiLoCo would average what DDP leaves to each rank.
     own = set(ddp.parameters_to_ignore)
     return not any(p.requires_grad and name in own for name, p in ddp.module.named_parameters())
+
+
+def plain_of(outcomes: Sequence[Outcome]) -> Outcome:
+    """The outcome of `PLAIN`."""
+    return next(each for each in outcomes if each.candidate.hook == PLAIN)
 
 
 def _seconds(outcome: Outcome) -> float:

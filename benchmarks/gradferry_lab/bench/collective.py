@@ -13,6 +13,7 @@ from typing import Any
 
 from gradferry import _native
 from gradferry.core.nodes import FLAT, TWO_LEVEL
+from gradferry.ddp.interval import coverage_of
 from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.errors import ConfigError
 from rich.console import Console
@@ -29,7 +30,7 @@ from gradferry_lab.bench.collective_turns import (
 )
 from gradferry_lab.bench.device_clock import environment_on
 from gradferry_lab.output.json_file import save_rows
-from gradferry_lab.output.paired import coverage_note, coverage_of, coverage_text, paired_ratio
+from gradferry_lab.output.paired import coverage_note, coverage_text, paired_ratio
 from gradferry_lab.output.progress import StatusLine
 from gradferry_lab.output.table import Column, Table, print_table
 from gradferry_lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere

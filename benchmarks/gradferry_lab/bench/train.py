@@ -14,6 +14,7 @@ from typing import Any
 
 from gradferry import _native
 from gradferry.core.nodes import TWO_LEVEL
+from gradferry.ddp.interval import coverage_of, interval_of_median
 from gradferry.errors import ConfigError
 from rich.console import Console
 
@@ -23,9 +24,7 @@ from gradferry_lab.bench.train_turns import TrainOptions, TrainOutcome, run_trai
 from gradferry_lab.output.json_file import save_rows
 from gradferry_lab.output.paired import (
     coverage_note,
-    coverage_of,
     coverage_text,
-    interval_of_median,
     interval_text,
     paired_difference,
     paired_ratio,

@@ -8,38 +8,10 @@ against single bad rounds, and its interval makes no assumption about the distri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import comb
-from statistics import median
-from typing import NamedTuple
+
+from gradferry.ddp.interval import WANTED_COVERAGE, Interval, coverage_of, interval_of_median
 
 from gradferry_lab.output.table import Column, Row
-
-WANTED_COVERAGE = 0.95
-
-
-class Interval(NamedTuple):
-    """A median and its confidence interval; `coverage_of` gives the confidence."""
-
-    median: float
-    low: float
-    high: float
-
-
-def interval_of_median(values: Sequence[float]) -> Interval:
-    """The distribution-free confidence interval of the median: from the k-th smallest value to the
-    k-th largest, with the largest k that leaves at most 5 % outside. With fewer than 6 values even
-    the whole range leaves more.
-    """
-    ordered = sorted(values)
-    k, _ = _order_statistic(len(ordered))
-    return Interval(median(ordered), ordered[k - 1], ordered[-k])
-
-
-def coverage_of(num_rounds: int) -> float:
-    """The confidence of an interval of that many rounds, for any distribution: 0 for one round,
-    0.5 for two, 0.9375 for five, 0.95 or more from six on.
-    """
-    return 1 - _order_statistic(num_rounds)[1]
 
 
 def coverage_text(num_rounds: int) -> str:
@@ -52,19 +24,6 @@ def coverage_note(num_rounds: int) -> str:
     rounds = "1 round" if num_rounds == 1 else f"{num_rounds} rounds"
     note = f"{coverage_text(num_rounds)}: how surely the interval holds the median, by {rounds}"
     return note if coverage_of(num_rounds) >= WANTED_COVERAGE else f"{note}; 6 give 95 % and more"
-
-
-def _order_statistic(n: int) -> tuple[int, float]:
-    """k, and the probability that the median is outside the k-th smallest and k-th largest of n.
-
-    For each side, this is the probability that fewer than k of n fair coins show heads: the sum of
-    C(n, i) / 2^n for i < k.
-    """
-    k, outside = 1, 2 / 2**n
-    while k < n // 2 and outside + 2 * comb(n, k) / 2**n <= 1 - WANTED_COVERAGE:
-        outside += 2 * comb(n, k) / 2**n
-        k += 1
-    return k, outside
 
 
 def paired_ratio(times: Sequence[float], baseline: Sequence[float]) -> Interval:

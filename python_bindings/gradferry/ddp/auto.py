@@ -12,7 +12,7 @@ A change loses no residuals. Where the next candidate keeps fewer of them, an en
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from gradferry.core.nodes import FLAT, TWO_LEVEL, Exchange, exchanges_to_choose_
 from gradferry.ddp.trial import (
     CODECS,
     COUNTED_STEPS,
+    MOST_TURNS,
     SETTLING_STEPS,
     Candidate,
     Trial,
@@ -79,9 +80,9 @@ def chosen_by(config: Config) -> int:
     is used and no step is skipped.
     """
     # There may be two exchanges; passing through is the same in both.
-    tried = sum(1 + each.needs_memory for each in candidates(config, []))
-    delivering = tried + 1  # one before each candidate, and before the one that is chosen
-    return _first_trial(config) + tried * (SETTLING_STEPS + COUNTED_STEPS) + delivering
+    turns = MOST_TURNS * sum(1 + each.needs_memory for each in candidates(config, []))
+    delivering = turns + 1  # one before each turn, and before the one that is chosen
+    return _first_trial(config) + turns * (SETTLING_STEPS + COUNTED_STEPS) + delivering
 
 
 def _count(value: object) -> int:
@@ -271,7 +272,7 @@ class Chooser:
                 self._delivered_since = step
                 self._note(step, "delivers what was withheld, before the next candidate")
                 return False
-            left = int(self._slowest(running.undelivered()))
+            left = int(self._slowest([running.undelivered()])[0])
             if left and step - self._delivered_since < _DELIVERING_STEPS:
                 return False
             if left:
@@ -335,13 +336,13 @@ class Chooser:
         engine = self._running.engine
         if engine is None or not self._running.config.exact_skip:
             return True
-        return self._slowest(float(not engine.begins_optimizer_step())) == 0
+        return self._slowest([not engine.begins_optimizer_step()]) == [0]
 
-    def _slowest(self, value: float) -> float:
-        """The greatest of what all ranks pass. Collective."""
+    def _slowest(self, values: Sequence[float]) -> list[float]:
+        """By place the greatest of what all ranks pass. Collective."""
         group = self._running.group
         place = meeting_place(group, self._running.transport.device)
-        return most_of_ranks([value], group, place)[0]
+        return most_of_ranks(values, group, place)
 
     def _current(self, every: list[Candidate]) -> Candidate:
         """The candidate that runs now. Passing through is the same in every exchange."""

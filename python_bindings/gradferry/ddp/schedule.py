@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from gradferry.ddp.trial import COUNTED_STEPS, HOPELESS, SETTLING_STEPS, Candidate
+from gradferry.ddp.trial import (
+    COUNTED_STEPS,
+    HOPELESS,
+    HOPELESS_STEPS,
+    SETTLING_STEPS,
+    Candidate,
+)
 
 _START_S = 0.5  # to copy a small model and to connect its ranks
 
@@ -49,7 +55,7 @@ class Schedule:
         for candidate in candidates:
             step = silent_s + candidate.bits * seconds_per_bit
             least = min(least, step)
-            counted = 1 if step > HOPELESS * least else COUNTED_STEPS
+            counted = HOPELESS_STEPS if step > HOPELESS * least else COUNTED_STEPS
             self._expected[candidate] = _START_S + (before + SETTLING_STEPS + counted) * step
 
     def note(self, candidate: Candidate, seconds: float) -> None:

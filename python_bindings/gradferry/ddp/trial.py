@@ -1,8 +1,9 @@
-"""Steps under one candidate after the other: the clocks of the ranks say which is fastest.
+"""Candidates take turns of a few steps each: the clocks of the ranks say which is fastest.
 
 `codec="auto"` tries candidates in a training, `doctor` on copies of a model. The candidate that
 sends the fewest bytes comes first, so that on a slow link the others are known to be hopeless after
-few steps. A device runs behind the host, so the host's clock says nothing about the work on it.
+few steps. Where the steps of the fastest vary so much that their order is open, they take further
+turns. A device runs behind the host, so the host's clock says nothing about the work on it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
 from typing import Any, Protocol
 
 import torch
 
 from gradferry.core.nodes import FLAT
+from gradferry.ddp.interval import Interval, interval_of_median
 
 # What "auto" and `doctor` compare with no compression, unless they are asked for more: trainings
 # with these end where fp32 ends. Recommendations come from here, and from `most_precise`.
@@ -26,10 +27,15 @@ CODECS = ("q4", "q8")
 # of docs/results/convergence.md.
 LOSSES = {"rht:bits=3": "with AdamW it ended 0.73 % above fp32 on text and 1.72 % on images"}
 
-SETTLING_STEPS = 2  # they connect ranks and touch new memory
+SETTLING_STEPS = 2  # of a turn: they connect ranks and touch new memory
 COUNTED_STEPS = 5
-# A candidate whose first counted step takes so many times what the fastest takes gets no further.
-HOPELESS = 1.5
+# A candidate is tried no further once two steps in a row, the first that count in a turn, take more
+# than so many times what the fastest takes: one slow step may be an evaluation.
+HOPELESS, HOPELESS_STEPS = 1.5, 2
+MOST_TURNS = 3  # of a candidate
+# No further turns once the one that would be chosen may be slower than another by this at most, as
+# far as the intervals of the medians say.
+MARGIN = 0.1
 TOLERANCE = 0.02  # within this share of the fastest, precision decides
 
 
@@ -60,19 +66,50 @@ class Outcome:
     """How long the steps of a candidate took, equal on all ranks.
 
     Attributes:
-        seconds: the median of the counted steps, on the slowest rank.
-        steps: how many were counted: `COUNTED_STEPS`, or 1 where the first was hopeless.
+        turns: seconds of the counted steps of each turn in ascending order, each on the rank where
+            it is greatest.
+        is_hopeless: whether it was given up in its last turn.
     """
 
     candidate: Candidate
-    seconds: float
-    steps: int
+    turns: tuple[tuple[float, ...], ...]
+    is_hopeless: bool = False
+
+    @property
+    def steps(self) -> int:
+        """How many were counted."""
+        return sum(map(len, self.turns))
+
+    @property
+    def interval(self) -> Interval:
+        """The median of the counted steps, and how far it may be off."""
+        return interval_of_median([seconds for turn in self.turns for seconds in turn])
+
+    @property
+    def seconds(self) -> float:
+        """The median of the counted steps, on the slowest rank."""
+        return self.interval.median
+
+    def over(self, other: Outcome) -> Interval:
+        """How many times as long it takes as another one: steps of the same turns are compared, so
+        that a machine which became slower between two turns made both slower. Where one was given
+        up, its median and the worst of both intervals are used.
+        """
+        if self.is_hopeless or other.is_hopeless:
+            mine, theirs = self.interval, other.interval
+            return Interval(
+                mine.median / theirs.median, mine.low / theirs.high, mine.high / theirs.low
+            )
+        pairs = zip(self.turns, other.turns, strict=False)
+        return interval_of_median(
+            [a / b for one, two in pairs for a, b in zip(one, two, strict=True)]
+        )
 
     @property
     def shown(self) -> str:
-        """ "q4 52.1 ms", or "off 310.0 ms (1 step)"."""
-        few = " (1 step)" if self.steps == 1 else ""
-        return f"{self.candidate.name} {1e3 * self.seconds:,.1f} ms{few}"
+        """ "q4 52.1 (50.9..53.0) ms", or "off 310.0 (301.0..319.0) ms (2 steps)"."""
+        few = f" ({self.steps} steps)" if self.is_hopeless else ""
+        return f"{self.candidate.name} {self.interval.shown(',.1f', 1e3)} ms{few}"
 
 
 def most_precise(outcomes: Sequence[Outcome]) -> Outcome:
@@ -89,7 +126,7 @@ def most_precise(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 class Trial:
-    """The candidates, in the order in which they are tried, and what came of those before.
+    """The candidates, in the order in which they are tried, and what came of their turns so far.
 
     Every rank makes one with the same candidates, and calls the same methods at the same steps.
     """
@@ -98,53 +135,77 @@ class Trial:
         self,
         candidates: Iterable[Candidate],
         clock: Clock,
-        slowest: Callable[[float], float],
+        slowest: Callable[[Sequence[float]], list[float]],
     ) -> None:
         """
         Args:
             candidates: what to choose from.
             clock: of the device that computes.
-            slowest: the greatest of what all ranks pass. Collective.
+            slowest: of as many values on each rank, by place the greatest of all ranks. Collective.
         """
         # With two levels fewer bytes leave a node.
         self._waiting = sorted(candidates, key=lambda c: (c.bits, c.exchange == FLAT))
+        self._turn = 1
         self._clock = clock
         self._slowest = slowest
         self._marks: list[Any] = []
-        self.outcomes: list[Outcome] = []
+        self._outcomes: dict[Candidate, Outcome] = {}
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """One for each candidate that has had a turn, in the order of their first turns."""
+        return list(self._outcomes.values())
 
     @property
     def current(self) -> Candidate | None:
-        """What is to be tried now; None: everything was."""
+        """What is to be tried now; None: the trial is over."""
         return self._waiting[0] if self._waiting else None
 
     @property
     def waiting(self) -> tuple[Candidate, ...]:
-        """What is to be tried, in order, with the current one."""
+        """What is to be tried in this round of turns, in order, with the current one."""
         return tuple(self._waiting)
 
     def leave_out(self, candidate: Candidate) -> None:
         """Takes out a candidate that cannot run."""
         self._waiting = [each for each in self._waiting if each != candidate]
-        self.outcomes = [each for each in self.outcomes if each.candidate != candidate]
+        self._outcomes.pop(candidate, None)
         self._marks.clear()
+        self._begin_round()
 
     def step_begins(self) -> bool:
         """Notes that a step begins, at the same point of every step; the first is the first under
-        the current candidate. Collective. Returns whether the candidate has had its steps before.
+        the current candidate. Collective. Returns whether the candidate has had its turn before.
         """
         self._marks.append(self._clock.mark())
         counted = len(self._marks) - 1 - SETTLING_STEPS
-        if counted not in (1, COUNTED_STEPS):
+        if counted not in (HOPELESS_STEPS, COUNTED_STEPS):
             return False
         times = [self._clock.seconds(*pair) for pair in pairwise(self._marks[SETTLING_STEPS:])]
-        seconds = self._slowest(median(times))
-        least = min((outcome.seconds for outcome in self.outcomes), default=seconds)
-        if counted == 1 and seconds <= HOPELESS * least:
+        # Where one rank has paused, the others wait for it a step earlier or later: so every rank
+        # puts its own times in order first.
+        turn = tuple(self._slowest(sorted(times)))
+        others = [each.seconds for each in self.outcomes if each.candidate != self.current]
+        is_hopeless = bool(others) and counted < COUNTED_STEPS and turn[0] > HOPELESS * min(others)
+        if counted < COUNTED_STEPS and not is_hopeless:
             return False
-        self.outcomes.append(Outcome(self._waiting.pop(0), seconds, counted))
+        candidate = self._waiting.pop(0)
+        before = self._outcomes[candidate].turns if candidate in self._outcomes else ()
+        self._outcomes[candidate] = Outcome(candidate, (*before, turn), is_hopeless)
         self._marks.clear()
+        self._begin_round()
         return True
+
+    def _begin_round(self) -> None:
+        """Gives further turns to all that may be as fast as the one that would be chosen."""
+        rivals = [each for each in self.outcomes if len(each.turns) == self._turn]
+        rivals = [each for each in rivals if not each.is_hopeless]
+        if self._waiting or self._turn == MOST_TURNS or len(rivals) < 2:
+            return
+        slowest = most_precise(rivals).interval.high
+        if slowest > (1 + MARGIN) * min(each.interval.low for each in rivals):
+            self._turn += 1
+            self._waiting = [each.candidate for each in rivals if each.interval.low <= slowest]
 
 
 class Clock(Protocol):
