@@ -170,6 +170,25 @@ def test_on_step_gets_the_numbers_of_each_step(codec: str, native: bool) -> None
             assert total == pytest.approx(stats[key], rel=1e-9), key
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks()
+def test_a_step_that_a_scaler_skips_is_counted_with_the_next(fused: bool) -> None:
+    """A GradScaler calls fused optimizers always."""
+    ddp = DistributedDataParallel(nn.Linear(64, 64))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    rows: list[dict[str, Any]] = []
+    state = hooked(ddp, grad_scaler=scaler)
+    state.on_step(rows.append)
+    optimizer = torch.optim.AdamW(ddp.parameters(), fused=fused)
+    for factor in (1.0, math.inf, 1.0, 1.0, math.inf, math.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(ddp(torch.ones(2, 64)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [row["step"] for row in rows] == [0, 2, 3, 6]
+    assert [row["buckets"] for row in rows] == [1, 2, 1, 3]
+
+
 def test_a_step_whose_buckets_are_in_flight_is_counted_with_the_next() -> None:
     now = {**step_numbers.zeros(), "total_steps": 0}
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
@@ -52,7 +53,8 @@ class ModelWatch:
         self._native = native
         # Where everything passes through, nothing is checked.
         self._every = running.config.check_every if running.engine is not None else 0
-        self._kinds = {id(each): (each.dtype, each.device) for _, each in model.named}
+        # By id of a parameter, where autograd accumulates its gradient: DDP waits for it there.
+        self._nodes = {id(each): _node_of(each) for _, each in model.named}
         self._strangers: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
         self._passes = 0
         self._unsynced_after = -1  # so many synced passes there was the last under no_sync()
@@ -107,19 +109,16 @@ class ModelWatch:
         for name, parameter in self._trained():
             if among is not None and id(parameter) not in among:
                 continue
-            if id(parameter) not in self._kinds:
+            if id(parameter) not in self._nodes:
                 how = "was replaced" if name in names else "was added, or unfrozen,"
-                return (
-                    f"parameter {name!r} {how} after attach, so that DistributedDataParallel does "
-                    "not reduce its gradient"
-                )
-            now = parameter.dtype, parameter.device
-            for mine, before in zip(now, self._kinds[id(parameter)], strict=True):
-                if mine != before:
-                    return (
-                        f"parameter {name!r} was {before} at attach and is {mine}, so that "
-                        "DistributedDataParallel no longer reduces its gradient"
-                    )
+            elif self._nodes[id(parameter)] not in (None, _node_of(parameter)):
+                how = "was converted or moved, if only for a while,"
+            else:
+                continue
+            return (
+                f"parameter {name!r} {how} after attach, so that DistributedDataParallel does not "
+                "reduce its gradient"
+            )
         return None
 
     def _trained(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -139,7 +138,7 @@ class ModelWatch:
             and (watch.passes() > self._others.get(other, 0) or watch.is_local())
         ]
         for name, parameter in trained_parameters(ddp, self._apart):
-            if not any(id(parameter) in watch._kinds for watch in elsewhere):
+            if not any(id(parameter) in watch._nodes for watch in elsewhere):
                 yield name, parameter
 
     def passes(self) -> int:
@@ -181,7 +180,7 @@ class ModelWatch:
                 f"{name} steps inside the backward pass, where gradients are those of this rank: "
                 "DistributedDataParallel averages them later. Call step() after backward()"
             )
-        strangers = used.difference(self._kinds, self._strangers.get(optimizer, ()))
+        strangers = used.difference(self._nodes, self._strangers.get(optimizer, ()))
         self._strangers.setdefault(optimizer, set()).update(strangers)
         if not (strangers or may_take_long) or not (change := self.change(used)):
             return None
@@ -193,7 +192,7 @@ class ModelWatch:
             return False
         running = self._running
         acts = running.transport.exchanges or running.config.momentum
-        return bool(acts) and not self._kinds.keys().isdisjoint(used)
+        return bool(acts) and not self._nodes.keys().isdisjoint(used)
 
     def trains(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has stepped on gradients of the model that DDP should have reduced,
@@ -216,3 +215,8 @@ class ModelWatch:
             "pass through itself, not through ddp.module; where this is meant, as in local SGD, "
             "use ddp.no_sync()"
         )
+
+
+def _node_of(parameter: torch.Tensor) -> Node | None:
+    """Where autograd accumulates a gradient: another node once dtype or device have changed."""
+    return get_gradient_edge(parameter).node if parameter.requires_grad else None

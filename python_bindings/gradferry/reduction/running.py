@@ -44,7 +44,7 @@ from gradferry.reduction.residual_tiles import (
     spread,
     zero_residual,
 )
-from gradferry.reduction.step_numbers import call_after_steps
+from gradferry.reduction.step_numbers import call_after_steps, was_skipped
 
 
 @dataclass
@@ -510,16 +510,6 @@ def end_optimizer_steps(running: Running) -> None:
     def end(optimizer: Optimizer) -> None:
         running = weak()
         if running is not None and running.engine is not None:
-            running.engine.end_optimizer_step(applied=_has_applied(optimizer))
+            running.engine.end_optimizer_step(applied=was_skipped(optimizer) is False)
 
     call_after_steps(end, index=running.index, owner=running)
-
-
-def _has_applied(optimizer: Optimizer) -> bool:
-    """Whether a step has changed parameters, as far as the host knows without waiting.
-
-    A GradScaler does not call an optimizer whose step it skips. A fused one it calls always, with
-    ``found_inf``, by which that skips itself; on a device, unknown to the host.
-    """
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is None or (found_inf.device.type == "cpu" and not found_inf.item())

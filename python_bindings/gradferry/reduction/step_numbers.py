@@ -82,7 +82,7 @@ def call_with_numbers(state: Counting, callback: StepCallback) -> RemovableHandl
     def after_step(optimizer: Optimizer) -> None:
         nonlocal before, ring_before
         state = weak_state()
-        if state is None:
+        if state is None or was_skipped(optimizer):
             return
         now: Mapping[str, Any] = state.stats()
         step = {key: now[key] - before[key] for key in SUMS}
@@ -185,6 +185,18 @@ def call_after_steps(
     if owner is not None:
         weakref.finalize(owner, handle.remove).atexit = False
     return handle
+
+
+def was_skipped(optimizer: Optimizer) -> bool | None:
+    """Whether a step has changed nothing, as far as the host knows without waiting; None: it may.
+
+    A GradScaler does not call an optimizer whose step it skips. A fused one it calls always, with
+    ``found_inf``, by which that skips itself; on a device, unknown to the host.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is None:
+        return False
+    return bool(found_inf.item()) if found_inf.device.type == "cpu" else None
 
 
 class PassCounter:
