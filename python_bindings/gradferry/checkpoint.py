@@ -18,6 +18,7 @@ is gone, if the manifest read after that does not name it.
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import time
@@ -72,7 +73,7 @@ def save(
         group: of the ranks that take part; the default group if None.
 
     Raises:
-        ConfigError: a rank's content is no mapping.
+        ConfigError: a rank's folder is no path, or its content no mapping.
         StateError: a rank's content holds what `load` would refuse; the ranks do not share the
             folder; or another save into it was completed meanwhile. There is no process group.
         PeerError: a rank could not write.
@@ -80,29 +81,44 @@ def save(
     Whatever it raises, on all ranks, a complete checkpoint is still there: with these errors that
     of before, or of the other save. Files of this save are removed.
     """
-    folder = Path(folder)
     group = usable_group(group)
     rank = group.rank()
     place = meeting_place(group, torch.device(group._device_types[0].type))
     token = uuid.uuid4().hex[:16]
 
+    path: Path | None = None
+
     def begin() -> Record:
-        folder.mkdir(parents=True, exist_ok=True)
+        nonlocal path
+        path = _checked(folder)
+        path.mkdir(parents=True, exist_ok=True)
         if rank == 0:
-            (folder / _DRAFT.format(token)).touch(exist_ok=False)
+            (path / _DRAFT.format(token)).touch(exist_ok=False)
         return {"token": token}
 
     try:
         # All ranks write under the token of rank 0.
         token = _checked_token(on_all_ranks(begin, group, place)[0])
-        written = on_all_ranks(lambda: _write_own(folder, token, rank, content), group, place)
+        assert path is not None
+        where = path
+        written = on_all_ranks(lambda: _write_own(where, token, rank, content), group, place)
         on_all_ranks(
-            lambda: _publish(folder, token, group, written) if rank == 0 else None, group, place
+            lambda: _publish(where, token, group, written) if rank == 0 else None, group, place
         )
     except BaseException:
         # If rank 0 has replaced the manifest, and this rank has not heard of it, all files stay.
-        _remove_unnamed(folder, [_file_name(rank, token)])
+        if path is not None:
+            _remove_unnamed(path, [_file_name(rank, token)])
         raise
+
+
+def _checked(folder: str | Path) -> Path:
+    try:
+        if b"\0" not in os.fsencode(folder):
+            return Path(folder)
+    except (TypeError, UnicodeEncodeError):
+        pass
+    raise ConfigError(f"folder={folder!r} is no path")
 
 
 def exists(folder: str | Path) -> bool:

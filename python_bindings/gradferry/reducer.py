@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 from typing_extensions import Unpack
 
@@ -298,8 +299,11 @@ def _checked_names(
             )
         if name in named:
             raise ConfigError(f"two tensors are called {name!r}; what is withheld is kept by name")
-        if tensor.layout != torch.strided:
-            raise ConfigError(f"{name!r} has layout {tensor.layout}; only dense tensors are sent")
+        if is_lazy(tensor):
+            raise ConfigError(f"{name!r} has no shape yet: pass a batch through its lazy module")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
+            raise ConfigError(f"{name!r} {kind}; only dense tensors are sent")
         named[name] = tensor
     if not named:
         raise ConfigError("named_tensors is empty: there is nothing to average")

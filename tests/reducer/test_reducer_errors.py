@@ -41,6 +41,13 @@ BAD_NAMED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no_tensor": (lambda: [("a", 3.0)], {}, "no pair of a name and a tensor"),
     "twice": (lambda: [*named(), ("a", torch.zeros(2))], {}, "two tensors are called 'a'"),
     "sparse": (lambda: named(b=torch.eye(3).to_sparse()), {}, "'b' has layout torch.sparse_coo"),
+    "lazy": (lambda: torch.nn.LazyLinear(3).named_parameters(), {}, "'weight' has no shape yet"),
+    "nested": (
+        lambda: named(b=torch.nested.nested_tensor([torch.ones(3), torch.ones(4)])),
+        {},
+        "'b' is nested; only dense",
+    ),
+    "rules": (named, {"rules": 3}, "rules=3 must be a list of dicts"),
     "surrogate": (lambda: named(**{"\ud800": torch.zeros(3)}), {}, "'\\ud800' is no name in UTF-8"),
     "integers": (lambda: named(b=torch.zeros(3, dtype=torch.int64)), {}, "torch.int64, which no"),
     "shared": (

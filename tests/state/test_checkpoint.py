@@ -185,6 +185,7 @@ FAILURES: dict[str, tuple[Callable[[], Any], dict[Any, Any], str]] = {
         "Disk quota exceeded.*manifest.json",
     ),
     "list": (NOTHING, [1, 2], r"content=\[1, 2\] is a list; save a dict"),
+    "folder": (NOTHING, {}, "folder=None is no path"),
     # What load would refuse.
     "number": (
         NOTHING,
@@ -218,7 +219,8 @@ def case_save_fails(folder: str, failure: str, failing_rank: int) -> Any:
     context, extra, _ = FAILURES[failure] if rank == failing_rank else (NOTHING, {}, "")
     with context():
         new = {**content(rank, 2), **extra} if isinstance(extra, dict) else extra
-        outcome = attempt(lambda: checkpoint.save(folder, new))
+        to = None if failure == "folder" and rank == failing_rank else folder
+        outcome = attempt(lambda: checkpoint.save(to, new))
     dist.barrier()
     return outcome, checkpoint.load(folder)["version"], names_in(folder) == names
 
@@ -236,7 +238,7 @@ def test_rank_that_cannot_save_is_one_error_on_all_and_leaves_the_old_one_alone(
     assert len({outcome.text for outcome, _, _ in answers}) == 1
     context, _, said = FAILURES[failure]
     for outcome, version, unchanged in answers:
-        kind = "ConfigError" if failure == "list" else "StateError"
+        kind = "ConfigError" if failure in ("list", "folder") else "StateError"
         assert outcome.error == (kind if context is NOTHING else "PeerError")
         assert outcome.text.startswith(f"rank {failing_rank}: ")
         assert re.search(said.format(failing_rank), outcome.text), outcome.text

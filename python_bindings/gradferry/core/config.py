@@ -308,7 +308,7 @@ def make_config(codec: str, given: Mapping[str, Any] | None = None) -> Config:
         momentum = _momentum(options["momentum"], spec, options["error_feedback"])
     if not isinstance(options["exact_skip"], bool):
         raise ConfigError(f"exact_skip={options['exact_skip']!r} must be True or False")
-    rules = tuple(_parse_rule(rule, i) for i, rule in enumerate(options["rules"] or ()))
+    rules = _rules(options["rules"] or ())
     warmup_steps = count("warmup_steps", options["warmup_steps"])
     return Config(
         codec=spec,
@@ -439,7 +439,7 @@ def _disabled(value: str) -> bool:
 
 
 def _choice(argument: str, value: str, choices: Sequence[str]) -> str:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ConfigError(
             f"{argument}={value!r} is none of {', '.join(choices)}{closest(str(value), choices)}"
         )
@@ -452,6 +452,12 @@ def count(argument: str, value: int) -> int:
     if whole is None or not 0 <= whole < 2**64:
         raise ConfigError(f"{argument}={value!r} must be a whole number, 0 or more, below 2**64")
     return whole
+
+
+def _rules(given: Sequence[Mapping[str, Any]]) -> tuple[Rule, ...]:
+    if not isinstance(given, Sequence):
+        raise ConfigError(f"rules={given!r} must be a list of dicts")
+    return tuple(_parse_rule(rule, index) for index, rule in enumerate(given))
 
 
 def _parse_rule(rule: Mapping[str, Any], index: int) -> Rule:

@@ -219,4 +219,5 @@ class ModelWatch:
 
 def _node_of(parameter: torch.Tensor) -> Node | None:
     """Where autograd accumulates a gradient: another node once dtype or device have changed."""
-    return get_gradient_edge(parameter).node if parameter.requires_grad else None
+    with torch.inference_mode(False):
+        return get_gradient_edge(parameter).node if parameter.requires_grad else None
