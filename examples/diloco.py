@@ -77,7 +77,7 @@ def main() -> None:
             dist.barrier()  # only so that outer_ms has no time that slower ranks train
         optimizer.step()
         if is_last and rank == 0:
-            with diloco.common_parameters(), torch.no_grad():
+            with diloco.global_parameters(), torch.no_grad():
                 loss = cross_entropy(model(validation[0]), validation[1]).item()
             stats = diloco.stats()
             took = f"took {stats['outer_ms']:.0f} ms"

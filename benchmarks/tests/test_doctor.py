@@ -40,8 +40,8 @@ from gradferry.diagnosis import (
     examine,
     suits_diloco,
 )
+from gradferry.diloco import hiding_period
 from gradferry.errors import ConfigError
-from gradferry.outer_steps import hiding_period
 from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -41,8 +41,8 @@ from gradferry.ddp.trial import (
     computing_on,
     most_precise,
 )
+from gradferry.diloco import OUTER_SHARE, hiding_period
 from gradferry.errors import ConfigError
-from gradferry.outer_steps import OUTER_SHARE, hiding_period
 
 __all__ = ["Diagnosis", "Step", "doctor"]
 

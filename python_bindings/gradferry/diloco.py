@@ -1,52 +1,163 @@
-"""`DiLoCo`: ranks train alone, and average now and then how far they have come."""
+"""`DiLoCo`: ranks train alone, and now and then average their pseudo-gradients.
+
+`Place` says where a rank can be in this protocol, and `_MOVES` how it gets from one to another.
+"""
 
 from __future__ import annotations
 
+import math
+import time
+import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypedDict
+from contextlib import contextmanager, suppress
+from enum import Enum
+from typing import Any, NamedTuple, NoReturn, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Unpack
 
+from gradferry import _native
 from gradferry.core.agreement import (
     Record,
+    error_record,
+    gather_records,
+    meeting_place,
+    on_all_ranks,
+    raise_first_error,
     raise_first_mismatch,
+    record_hash,
 )
-from gradferry.core.options import Options, takes_options
-from gradferry.errors import ConfigError, PeerError, StateError
-from gradferry.outer_steps import (
-    FINISH,
-    OUTER_SHARE,
-    OUTER_STEP,
-    REFUSED,
-    OuterSteps,
-    hiding_period,
-    options_of_changes,
-)
-from gradferry.reducer import BUCKET_CAP_MB
-from gradferry.reduction.common_parameters import (
-    CommonParameters,
+from gradferry.core.config import CHUNK_BYTES
+from gradferry.core.device import CPU
+from gradferry.core.meeting import meet, patience, say_failed, world_ranks
+from gradferry.core.options import Options, complete, takes_options
+from gradferry.core.warn import warn_or_log
+from gradferry.errors import ConfigError, GradferryError, PeerError, ProtocolError, StateError
+from gradferry.reducer import BUCKET_CAP_MB, Reducer
+from gradferry.reduction.global_parameters import (
+    GlobalParameters,
     checked_decay,
     checked_optimizers,
     checked_period,
+    described,
     nesterov,
-    refuse_others,
+    refuse_average_of_every_step,
 )
 from gradferry.reduction.start import usable_group
 from gradferry.reduction.step_numbers import Stats, call_after_steps
 
 __all__ = ["DiLoCo"]
 
-_counted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have a DiLoCo
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+# What makes no sense of pseudo-gradients: the outer optimizer has the momentum, and they are in no
+# units of a loss scale.
+REFUSED = (
+    "momentum",
+    "warmup_steps",
+    "warmup",
+    "grad_scaler",
+    "nonfinite",
+    "exact_skip",
+    "check_every",
+)
+OUTER_SHARE = 0.05  # of the time of training that an outer step may take unnoticed
+_OUTER_STEP, _FINISH = "an outer step", "finish()"  # what a rank has called
 _FORMAT = 1
 _MOST_ALONE = 100  # steps of one of several optimizers, such as that of a critic
+# Counts in a saved state, and where they are here.
+_COUNTS = {"inner_steps": "_steps", "outer_steps": "_outer_steps", "since": "_since"}
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+_counted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have a DiLoCo
+
+
+class Place(Enum):
+    """Where a rank is."""
+
+    NEW = "it has nothing that others need"
+    TRAINING = "all outer steps that have begun are over"
+    AVERAGING = "all ranks take an outer step"
+    HOLDING = "it has the average, and does not know whether all have"
+    BEHIND = "an outer step failed before the average was here: to be taken again"
+    AHEAD = "an outer step failed with the average here: others may have applied it"
+    APART = "it has no group to average in"
+    BROKEN = "it has applied an average in part: to take what others have"
+    ENDED = "it counts no steps"
+
+
+_NEEDS_REJOIN = (Place.BEHIND, Place.AHEAD, Place.APART, Place.BROKEN)
+# Of a place and an event. "Lost" is another rank or this one: whatever interrupts it in an outer
+# step is told to the others, which wait no longer. "Apart" is a rejoin that has begun.
+_MOVES = {
+    (Place.NEW, "joined"): Place.TRAINING,
+    (Place.TRAINING, "agreed"): Place.AVERAGING,
+    (Place.TRAINING, "lost"): Place.BEHIND,
+    (Place.TRAINING, "apart"): Place.APART,
+    (Place.AVERAGING, "averaged"): Place.HOLDING,
+    (Place.AVERAGING, "lost"): Place.BEHIND,
+    (Place.HOLDING, "applied"): Place.TRAINING,
+    (Place.HOLDING, "broke"): Place.BROKEN,
+    (Place.HOLDING, "lost"): Place.AHEAD,
+    (Place.AHEAD, "applied"): Place.APART,
+    (Place.AHEAD, "broke"): Place.BROKEN,
+    (Place.AHEAD, "alone"): Place.BEHIND,
+    **{(place, "joined"): Place.TRAINING for place in _NEEDS_REJOIN},
+    **{(place, event): place for place in _NEEDS_REJOIN for event in ("lost", "apart")},
+}
+
+
+class _Loaded(NamedTuple):
+    """Parameters that something other than an optimizer has put into the model."""
+
+    name: str  # one of them
+    since: int  # inner steps before it
+    copies: list[torch.Tensor]  # of all parameters
+
+
+class _Step(NamedTuple):
+    """An outer step that ranks have agreed on."""
+
+    drawn: str = ""  # by them all: two steps of one number, in other groups, may be others
+    absent: Sequence[str] = ()  # parameters without a pseudo-gradient
+    loaded: _Loaded | None = None  # by all ranks alike
+
+
+class ReducerOfChanges(Reducer):
+    """Averages over a slow link, for which training waits."""
+
+    # A rank whose chunks are all on their way waits for the slowest rank, with an idle link. Large
+    # chunks make that wait longer. Over fast links small ones only cost processors' time.
+    _CHUNK_BYTES = CHUNK_BYTES // 4
+    _kept: dict[str, Any] | None = None  # for its memory: new pages take longer than a copy
+
+    def before_average(self) -> dict[str, Any]:
+        """The state, which `give_back` takes."""
+        kept, self._kept = self._kept, None
+        return self._saved(kept)
+
+    def fade(self, before: Mapping[str, Any], decay: float) -> None:
+        """Multiplies the worker residual of this rank, which has this state, by `decay`; with 0 the
+        owner residual becomes zero, too.
+        """
+        slot = f"slot_{self.rank}"
+        residuals = before.get(slot, {})  # without error feedback there are none
+        if decay != 1.0 and residuals:
+            kinds = ("worker",) if decay else ("worker", "owner")
+            faded = {key: residuals[key] * decay for key in kinds if key in residuals}
+            self.load_state_dict({**before, slot: {**residuals, **faded}})
+
+    def give_back(self, before: dict[str, Any] | None) -> None:
+        """Takes what `before_average` returned, and nobody has or will use: the next call
+        overwrites it.
+        """
+        self._kept = before
+
+
+class _OuterReducer(ReducerOfChanges):
+    _RECOVERY_HINT = "DiLoCo goes on with other connections after rejoin()."
 
 
 class DiLoCoStats(TypedDict):
@@ -68,9 +179,9 @@ class DiLoCoStats(TypedDict):
 
 
 @takes_options(without=REFUSED)
-class DiLoCo(OuterSteps):
-    """Ranks train alone; every `sync_every` steps they average how far they have come, and apply
-    that as one gradient of an outer optimizer (arXiv 2311.08105). Collective.
+class DiLoCo:
+    """Ranks train alone; every `sync_every` steps they average their pseudo-gradients, and apply
+    them with an outer optimizer (arXiv 2311.08105). Collective.
 
     >>> diloco = gradferry.DiLoCo(model, optimizer, sync_every=30, codec="q4")
     >>> for batch in batches:
@@ -79,13 +190,18 @@ class DiLoCo(OuterSteps):
     ...     optimizer.step()  # every 30th: an outer step
     >>> diloco.finish()
 
-    An outer step sends the change since the last one, *common - local*, through a `Reducer` with
-    error feedback at both ends; then the outer optimizer steps on the common parameters, which are
-    equal on all ranks to the bit, and the model begins the next period with them. Ranks that begin
-    with other parameters than rank 0 get those of rank 0. Buffers, such as those of BatchNorm, stay
-    each rank's own. The optimizer keeps a DiLoCo until `finish` or `close`.
+    An outer step sends the pseudo-gradients, *global - local*, through a `Reducer` with error
+    feedback at both ends; then the outer optimizer steps on the global parameters, which are equal
+    on all ranks to the bit, and the model begins the next period with them. Ranks that begin with
+    other parameters than rank 0, frozen or not, get those of rank 0. Buffers, such as those of
+    BatchNorm, stay each rank's own. The optimizer keeps a DiLoCo until `finish` or `close`.
 
-    The common parameters and the outer momentum are in fp32 (fp64 for a model in fp64), also of a
+    Parameters that all ranks load between two steps, with the same bits, become the global ones;
+    the outer momentum and the residuals begin anew. What changes them otherwise is refused, unless
+    `accept_local` is called. Copies of parameters in the state of an optimizer, such as fp32 master
+    weights, move with the outer step. A parameter that is frozen later stays where it is.
+
+    The global parameters and the outer momentum are in fp32 (fp64 for a model in fp64), also of a
     model in bf16, and with residuals and messages on `device`: on the host they take nothing from a
     GPU.
 
@@ -95,15 +211,15 @@ class DiLoCo(OuterSteps):
             each has stepped.
         sync_every: inner steps of a period, 1 or more.
         codec: as for `Reducer`; ``"off"`` averages in fp32 by the backend's own all-reduce.
-        outer: of the list of common parameters, an optimizer whose state has tensors of their
-            shapes, as Adafactor's has not. None: SGD with rate 0.7 and Nesterov momentum 0.9.
+        outer: makes an optimizer of the list of global parameters. None: SGD with rate 0.7 and
+            Nesterov momentum 0.9.
         residual_decay: above 0, at most 1: by which this rank's worker residual is multiplied
             before an outer step. Below 1 what was withheld fades instead of waiting for its turn.
-        device: of common parameters, residuals and messages: ``"cpu"``, or the model's. The group
+        device: of global parameters, residuals and messages: ``"cpu"``, or the model's. The group
             needs a backend for it.
         group: of the ranks that average; the default group if None. Where several ranks are one
             worker: under FSDP2 those with the same shard, ``mesh.get_group("worker")``; under
-            DistributedDataParallel all, with ``nodes=`` ranks per worker.
+            DistributedDataParallel of a worker's ranks all, with ``nodes=`` ranks per worker.
         bucket_cap_mb: as for `Reducer`.
         **options: see `gradferry.Options`. Error feedback ``"auto"`` is ``"both"`` here.
 
@@ -115,13 +231,13 @@ class DiLoCo(OuterSteps):
 
     An optimizer's ``step()`` raises what an outer step meets:
 
-    - StateError: a change is NaN or infinite, named with its rank on all ranks; parameters of the
-      model were replaced, added, removed or converted; or an optimizer that was not given has
-      stepped. No rank has changed anything.
+    - StateError: a pseudo-gradient is NaN or infinite, named with its rank on all ranks; parameters
+      of the model were replaced, added, removed, converted, or changed by something other than an
+      optimizer; or an optimizer that was not given has stepped. No rank has changed anything.
     - PeerError, ProtocolError: a rank was lost. The ranks that are left have changed nothing, or
       have all that they need to end the step: see `rejoin`.
     - RankMismatchError: ranks are at different outer steps.
-    - DivergedError: the common parameters differ.
+    - DivergedError: the global parameters differ.
     """
 
     def __init__(
@@ -139,10 +255,23 @@ class DiLoCo(OuterSteps):
         **options: Unpack[Options],
     ) -> None:
         members = usable_group(group)
-        super().__init__()
+        self._model = model
+        self._reducer: _OuterReducer
+        self._members: weakref.ref[dist.ProcessGroup]
+        self._place = Place.NEW
+        self._steps = self._outer_steps = self._since = 0
         self._stepped: Counter[int] = Counter()  # steps of optimizers, in this inner step
-        self._is_closed = False
-        self._is_shown = False  # the model has the common parameters: common_parameters()
+        self._step = _Step()  # that has begun
+        self._last = ""  # what was drawn for the last that was applied here
+        self._why = ""  # this rank needs rejoin()
+        # The state of the Reducer before an outer step that is not over, and, of a step whose
+        # average is here, after it.
+        self._before: dict[str, Any] | None = None
+        self._after: dict[str, Any] | None = None
+        self._loaded: _Loaded | None = None
+        self._local: list[torch.Tensor] | None = None  # kept, within global_parameters()
+        self._outer_ms = self._period_ms = 0.0
+        self._last_end = time.monotonic()
         problem: Exception | None = None
         try:  # what is wrong here must be said on all ranks
             self._codec, self._bucket_cap_mb = codec, bucket_cap_mb
@@ -155,28 +284,53 @@ class DiLoCo(OuterSteps):
                     "the optimizer has a DiLoCo already, which would count its steps, too; call "
                     "close() or finish() of that first"
                 )
-            self._common = CommonParameters(model, self._optimizers, device, outer or nesterov)
+            self._global = GlobalParameters(model, self._optimizers, device, outer or nesterov)
         except Exception as error:
             problem = error
         self._join(members, problem)
         _counted.update(self._optimizers)
-        # torch.compile(optimizer.step) would trace the hook, and cannot trace what ranks agree on.
-        after_step = torch.compiler.disable(self._after_step)  # type: ignore[no-untyped-call]
-        self._handles = [each.register_step_post_hook(after_step) for each in self._optimizers]
-        index = WeakIdKeyDictionary(dict.fromkeys(self._common.parameters))
-        refuse = refuse_others(self._optimizers)
-        self._handles.append(call_after_steps(refuse, index=index, owner=self))
+        # torch.compile(optimizer.step) would trace hooks, and cannot trace what ranks agree on.
+        before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
+        self._handles = [each.register_step_pre_hook(before) for each in self._optimizers]
+        self._handles += [each.register_step_post_hook(after) for each in self._optimizers]
+        weak = weakref.ref(self)
+
+        def refuse(optimizer: torch.optim.Optimizer) -> None:
+            owner = weak()
+            if owner is not None:
+                owner._refuse(optimizer)
+
+        self._handles.append(call_after_steps(refuse, owner=self))
 
     # --- inner steps ---
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self._is_shown:
+    def _before_step(self, *_: object) -> None:
+        if self._local is not None:
             raise StateError(
-                "an optimizer has stepped within common_parameters(), whose end takes back the "
-                "parameters, but not the optimizer's state; load a checkpoint, and train outside"
+                "an optimizer cannot step within global_parameters(), whose end takes back the "
+                "parameters; leave it first"
             )
+        if self._place in _NEEDS_REJOIN:  # nobody trains on alone unseen
+            self._raise_failed(PeerError)
+        self._look()
+
+    def _look(self) -> None:
+        """Notes what something other than an optimizer has done to the model."""
+        at_start = not self._since and not self._stepped
+        names = self._global.changed(at_start=at_start)
+        if names:
+            self._loaded = None
+            if self._global.apart():
+                self._loaded = _Loaded(names[0], self._since, self._global.copies())
+            self._global.mark()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        found = getattr(optimizer, "found_inf", None)  # GradScaler has fused optimizers skip a step
+        if isinstance(found, torch.Tensor) and found.item():
+            return
         self._stepped[id(optimizer)] += 1
         if len(self._stepped) < len(self._optimizers):
+            self._global.mark()
             if self._stepped[id(optimizer)] >= _MOST_ALONE:
                 raise StateError(
                     f"{type(optimizer).__name__} has stepped {_MOST_ALONE} times, and another of "
@@ -185,29 +339,175 @@ class DiLoCo(OuterSteps):
                 )
             return
         self._stepped.clear()
-        if self._failed is not None:
-            self._raise_failed(PeerError)
+        self._global.mark()
         self._steps += 1
         self._since += 1
         if self._since >= self._sync_every:
             self._outer_step()
 
+    def _refuse(self, optimizer: torch.optim.Optimizer) -> None:
+        known = any(optimizer is each for each in self._optimizers)
+        if not known and self._global.has_any_of(optimizer):
+            self._global.expect_same_model()
+            raise StateError(
+                f"{type(optimizer).__name__} has stepped on parameters of the model, and DiLoCo "
+                "counts the steps of other optimizers; give all that train the model, in a list"
+            )
+
     @property
     def outer(self) -> torch.optim.Optimizer:
         """The outer optimizer, for example for a schedule of its rate."""
-        return self._common.outer
+        return self._global.outer
 
-    # --- between steps ---
+    # --- an outer step ---
+
+    @torch.inference_mode(False)
+    def _outer_step(self) -> None:
+        begin = time.monotonic()
+        with self._failures_told():
+            group = self._group()
+            # An error of a rank is raised on all of them here, before anything was sent.
+            while not self._global.agree(self._measured, self._all_take_it, group):
+                pass  # a rank whose data has ended comes with its next record
+            self._move("agreed")
+            before = self._before = self._reducer.before_average()
+            problem = self._average(before)
+            # A rank that hears from all others knows that each of them holds the average: all can
+            # end this step, whatever happens now. A rank that does not hear asks in rejoin().
+            self._global.agree(dict, lambda _: None, group, problem)
+            self._apply()
+        end = time.monotonic()
+        self._outer_ms, self._period_ms = 1e3 * (end - begin), 1e3 * (begin - self._last_end)
+        self._last_end = end
+
+    def _group(self) -> dist.ProcessGroup:
+        try:
+            return self._reducer._running.group
+        except StateError as error:  # it was destroyed
+            raise PeerError(str(error)) from error
+
+    def _measured(self) -> Record:
+        loaded = self._loaded
+        self._global.measure(loaded and loaded.copies)
+        return {
+            "call": _OUTER_STEP,
+            "outer_steps": self._outer_steps,
+            "global parameters": record_hash(self._global.hashes()),
+            "outer optimizer": described(self._global.outer),
+            "frozen": self._global.frozen(),
+            "drawn": uuid.uuid4().hex,
+            "loaded": loaded and [loaded.name, loaded.since, _hash_of(loaded.copies)],
+        }
+
+    def _all_take_it(self, records: list[Record]) -> bool:
+        """Compares what ranks have `_measured`; False if one has finished, and must be asked
+        again.
+        """
+        group = self._group()
+        raise_first_mismatch([{"outer_steps": r.get("outer_steps")} for r in records], group)
+        if any(record.get("call") == _FINISH for record in records):
+            return False
+        fields = ("call", "outer optimizer")
+        raise_first_mismatch([{key: r.get(key) for key in fields} for r in records], group)
+        same = [{"global parameters": record.get("global parameters")} for record in records]
+        if any(record != same[0] for record in same):
+            place = meeting_place(group, self._global.device)
+            each = gather_records({"hashes": self._global.hashes()}, group, place)
+            self._global.expect_equal([r["hashes"] for r in each], group, self._outer_steps)
+            raise_first_mismatch(same, group)
+        _expect_loaded_alike([record.get("loaded") for record in records], group)
+        absent = _absent_on_all([record.get("frozen") for record in records], group)
+        drawn = str(record_hash([r.get("drawn") for r in records]))
+        self._step = _Step(drawn, absent, self._loaded)
+        return True
+
+    def _average(self, before: dict[str, Any]) -> GradferryError | None:
+        """Averages the pseudo-gradients, or returns why that failed."""
+        try:
+            self._reducer.fade(before, 0.0 if self._step.loaded else self._decay)
+            self._reducer.all_reduce(self._global.changes)
+            settle(self._reducer)
+        except StateError as error:  # without an engine the error of a backend has no kind
+            return PeerError(str(error))
+        except GradferryError as error:
+            return error
+        self._move("averaged")
+        return None
+
+    def _apply(self) -> None:
+        drawn, absent, loaded = self._step
+        try:
+            self._global.apply(absent, loaded and loaded.copies)
+            self._outer_steps, self._since, self._last = self._outer_steps + 1, 0, drawn
+            self._loaded = None if self._loaded is loaded else self._loaded
+            self._move("applied")
+        except BaseException as error:
+            self._move("broke")
+            self._last = "applied in part"
+            self._why = f"the outer optimizer failed: {type(error).__name__}: {error}"
+            if isinstance(error, Exception):
+                self._raise_failed(StateError, error)
+            raise
+        finally:
+            self._reducer.give_back(self._before)
+            self._before = None
+
+    # --- failures ---
+
+    def _move(self, event: str) -> None:
+        self._place = _MOVES[self._place, event]
+
+    @contextmanager
+    def _failures_told(self, event: str = "lost") -> Iterator[None]:
+        """What ends this rank's part in an outer step ends it for all: no other rank waits."""
+        try:
+            yield
+        except BaseException as error:
+            is_loss = isinstance(error, PeerError | ProtocolError)
+            if isinstance(error, GradferryError) and not is_loss and self._place is Place.TRAINING:
+                raise  # all ranks raise it, before anything was sent
+            group = self._members()
+            if not is_loss and group is not None:
+                self._global.tell_failed(group)
+            if self._place is Place.BROKEN:
+                raise
+            self._why = str(error) if is_loss else f"{type(error).__name__}: {error}"
+            if self._place is Place.HOLDING:
+                self._after = withheld_by(self._reducer)
+            if self._before is None:
+                self._before = withheld_by(self._reducer)
+            self._move(event)
+            engine = self._reducer._running.engine
+            if engine is not None:
+                with suppress(GradferryError):
+                    engine.fail(f"rank {self._reducer._running.world_rank}: {self._why}")
+            if not isinstance(error, GradferryError):
+                raise
+            self._raise_failed(type(error), error)
+
+    def _raise_failed(self, kind: type[GradferryError], cause: Exception | None = None) -> NoReturn:
+        states = {
+            Place.BROKEN: f"outer step {self._outer_steps} is applied in part on this rank",
+            Place.APART: "this rank has left its process group",
+        }
+        step = f"outer step {self._outer_steps} is not over, and has changed nothing on this rank"
+        raise kind(
+            f"{states.get(self._place, step)}: {self._why}; make a process group of the ranks "
+            "that are left, and call diloco.rejoin(group) on each, or start all from a checkpoint"
+        ) from cause
+
+    # --- members that come and go ---
 
     def rejoin(self, group: dist.ProcessGroup | None = None) -> None:
         """Goes on in another process group, after ranks were lost, or where others come. Collective
         with the `DiLoCo` that a newcomer makes.
 
         An outer step that failed ends here, for all ranks: where one of them has it behind it, the
-        others have the average and apply it; else all take it again, with the changes that they
-        had. Newcomers get the common parameters and the outer momentum, and take part without a
-        change. In the flat exchange ranks keep what they have withheld, as ``on_resize="fold"``
-        says; that of ranks that are gone is lost. With two levels it is dropped, with a warning.
+        others have the average and apply it; else all take it again, with the pseudo-gradients that
+        they had. Newcomers get the global parameters and the outer momentum, and take part without
+        a pseudo-gradient. In the flat exchange ranks keep their residuals, as ``on_resize="fold"``
+        says; those of ranks that are gone are lost. With two levels they are dropped, with a
+        warning.
 
         Args:
             group: of the ranks that are left, and of those that come; the default group if None.
@@ -220,18 +520,139 @@ class DiLoCo(OuterSteps):
         """
         self._expect_local("rejoin others")
         members = usable_group(group)
-        if self._failed is not None and members is self._members():
+        if self._place in _NEEDS_REJOIN and members is self._members():
             raise StateError(
                 "a collective of the failed outer step may still be under way in this process "
                 "group; make another one of the ranks that are left"
             )
-        self._failed = self._failed or "rejoin() has failed"
-        self._is_new = False
+        if self._place not in _NEEDS_REJOIN:
+            self._why = "rejoin() has failed"
+        self._look()
+        self._move("apart")
         self._join(members, None)
+
+    @torch.inference_mode(False)
+    def _join(self, members: dist.ProcessGroup, problem: Exception | None) -> None:
+        place = meeting_place(members, CPU if problem is not None else self._global.device)
+        meet(members, patience(members, place), "come to make a DiLoCo or to rejoin")
+        try:
+            self._meet_members(members, place, problem)
+        except GradferryError:
+            raise
+        except BaseException:
+            say_failed(members)
+            raise
+
+    def _meet_members(
+        self, members: dist.ProcessGroup, place: torch.device, problem: Exception | None
+    ) -> None:
+        mine: Record = {}
+        try:
+            if problem is not None:
+                raise problem
+            refuse_average_of_every_step(self._model, members)
+            mine = {
+                "way in": "DiLoCo",
+                "sync_every": self._sync_every,
+                "residual_decay": self._decay,
+                **self._global.record(),
+            }
+            record = {**mine, "outer_steps": self._outer_steps, "last": self._last}
+        except Exception as error:
+            record = error_record(error)
+        # A rank that makes something else, such as a Reducer, has an envelope around its record.
+        records = [each.get("record") or each for each in gather_records(record, members, place)]
+        raise_first_error(records, members)
+        raise_first_mismatch([{key: r.get(key) for key in mine} for r in records], members)
+        if self._place is Place.AHEAD:
+            # A rank of this very step has heard from all others, and applied it.
+            applied = (self._outer_steps + 1, self._step.drawn)
+            if any((r["outer_steps"], r["last"]) == applied for r in records):
+                after = self._after
+                self._apply()
+                self._before = after
+            else:
+                self._move("alone")
+            self._after = None
+        if self._before is None and self._place is not Place.NEW:
+            self._before = withheld_by(self._reducer)
+        # A collective of a failed average may still write to the old ones.
+        self._global.make_changes()
+        named = list(zip(self._global.names, self._global.tensors, strict=True))
+        self._reducer = _OuterReducer(
+            named, self._codec, members, bucket_cap_mb=self._bucket_cap_mb, **self._options
+        )
+        self._members = weakref.ref(members)  # a gloo group must not outlive its destruction
+        is_due = self._catch_up(members, place)
+        on_all_ranks(
+            lambda: take_up(self._reducer, self._before, self._outer_steps), members, place
+        )
+        self._before = None
+        self._move("joined")
+        if is_due:
+            self._outer_step()
+
+    def _catch_up(self, members: dist.ProcessGroup, place: torch.device) -> bool:
+        """Newcomers get what the others have in common. Whether an outer step is to be taken
+        again.
+        """
+        was_new = self._place is Place.NEW
+        mine = {
+            "outer_steps": self._outer_steps,
+            "last": self._last,
+            "hashes": self._global.hashes(),
+            "frozen": record_hash(self._global.frozen_hashes()),
+            "inner_steps": self._steps,
+            "since": self._since,
+            "place": self._place.name,
+        }
+        records = gather_records(mine, members, place)
+        pasts = [(r["outer_steps"], r["last"]) for r in records]
+        hashes = [record["hashes"] for record in records]
+        is_new = [record.get("place") == Place.NEW.name for record in records]
+        many = Counter(past for past, new in zip(pasts, is_new, strict=True) if not new)
+        most = max(steps for steps, _ in pasts)
+        # The first of those that have taken most outer steps, and of these the most together.
+        source = min(
+            range(len(records)),
+            key=lambda r: (pasts[r][0] != most, is_new[r], -many[pasts[r]], r),
+        )
+        theirs = records[source]
+        same = [p == pasts[source] and not new for p, new in zip(pasts, is_new, strict=True)]
+        must_be = [own if one else hashes[source] for own, one in zip(hashes, same, strict=True)]
+        self._global.expect_equal(must_be, members, most)
+        takes = [
+            (past, own) != (pasts[source], hashes[source])
+            for past, own in zip(pasts, hashes, strict=True)
+        ]
+        mine_taken = takes[members.rank()]
+        inner_steps, since = theirs["inner_steps"], theirs["since"]
+        self._global.hand_on(
+            source,
+            members,
+            place,
+            anybody=any(takes),
+            me=mine_taken,
+            frozen=len({record.get("frozen") for record in records}) > 1,
+        )
+        if mine_taken and not was_new:
+            warn_or_log(
+                f"this rank has taken {self._outer_steps} outer steps, and others {most} without "
+                "it: what it has learnt alone since then, and its residuals, are dropped"
+            )
+        if mine_taken or was_new:
+            self._steps, self._since, self._before = inner_steps, since, None
+            self._outer_steps, self._last = pasts[source]
+        if mine_taken:
+            self._global.go_on_from_here()
+            self._loaded = None
+        return any(record.get("place") == Place.BEHIND.name for record in records)
+
+    # --- between steps ---
 
     def finish(self) -> None:
         """Ends: an outer step with the inner steps since the last one, if any rank has taken some,
-        after which the model has the common parameters. A rank whose data ends early takes part in
+        after which the model has the global parameters. A rank whose data ends early takes part in
         the outer steps of the others until they finish, too. Steps of the optimizer are no longer
         counted. Collective.
 
@@ -239,78 +660,99 @@ class DiLoCo(OuterSteps):
             PeerError, StateError: as an outer step does.
         """
         self._expect_local("finish")
-        if self._failed is not None:
+        if self._place in _NEEDS_REJOIN:
             self._raise_failed(PeerError)
+        self._look()
         if self._stepped:  # some of the optimizers
             self._stepped.clear()
             self._steps, self._since = self._steps + 1, self._since + 1
-        left = True
 
         def position() -> Record:
-            return {"call": FINISH, "outer_steps": self._outer_steps, "since": self._since}
+            self._global.expect_same_model()
+            is_left = bool(self._since) or self._loaded is not None
+            return {"call": _FINISH, "outer_steps": self._outer_steps, "is_left": is_left}
 
-        def look(records: list[Record]) -> None:
-            nonlocal left
+        def is_left(records: list[Record]) -> bool:
             same = [{"outer_steps": record.get("outer_steps")} for record in records]
-            raise_first_mismatch(same, group)
-            left = any(r.get("since") or r.get("call") == OUTER_STEP for r in records)
+            raise_first_mismatch(same, self._group())
+            return any(r.get("is_left") or r.get("call") == _OUTER_STEP for r in records)
 
-        while left:
-            group = self._group()
-            self._common.agree(position, look, group)
-            if left:
-                self._outer_step()
+        def ask() -> bool:
+            with self._failures_told("lost" if self._since else "apart"):
+                return self._global.agree(position, is_left, self._group())
+
+        while ask():
+            self._outer_step()
         self.close()
 
     def close(self) -> None:
         """Ends without an outer step: steps of the optimizer are no longer counted, and it may get
         another DiLoCo. Not collective.
         """
-        self._is_closed = True
+        self._place = Place.ENDED
         for handle in self._handles:
             handle.remove()
         for optimizer in self._optimizers:
             _counted.discard(optimizer)
 
     def _expect_local(self, what: str) -> None:
-        if self._is_closed:
+        if self._place is Place.ENDED:
             raise StateError(f"cannot {what}: this DiLoCo has ended; make a new one on every rank")
-        if self._is_shown:
-            raise StateError(f"cannot {what} within common_parameters(); leave it first")
+        if self._local is not None:
+            raise StateError(f"cannot {what} within global_parameters(); leave it first")
+
+    def accept_local(self) -> None:
+        """What the model has now is what this rank has trained, whatever has put it there: weights
+        that are clipped or normalized between steps, for example. Call it after each such change.
+        Not collective.
+        """
+        self._expect_local("accept parameters")
+        self._loaded = None
+        self._global.mark()
 
     @contextmanager
-    def common_parameters(self) -> Iterator[None]:
-        """The model has the common parameters, which are equal on all ranks, within the ``with``:
+    def global_parameters(self) -> Iterator[None]:
+        """The model has the global parameters, which are equal on all ranks, within the ``with``:
         for evaluation, or to save what others will use. Not collective; no optimizer may step.
+
+        Raises:
+            StateError: parameters of the model were replaced.
         """
-        kept, was_shown = self._common.local_copy(), self._is_shown
-        self._common.show()
-        self._is_shown = True
+        self._global.expect_same_model()
+        kept, outermost = self._global.local_copy(), self._local is None
+        if outermost:
+            self._look()
+            self._local = kept
+        self._global.show()
         try:
             yield
         finally:
-            self._is_shown = was_shown
-            self._common.move_back(kept)
+            self._global.move_back(kept)
+            if outermost:
+                self._local = None
+                self._global.mark()
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank must save, beside its model and optimizer, to continue with the same bits,
         between any two inner steps. Not collective.
 
         Returns:
-            A dict of tensors on `device`, numbers and strings: counts of steps, the common
-            parameters by name, the state of the outer optimizer, and ``reducer``, which alone
-            differs between ranks. After a failed outer step, those of before it.
+            A dict of tensors on `device`, numbers and strings: counts of steps, the global
+            parameters by name, hashes of the model's, the state of the outer optimizer, and
+            ``reducer``, which with the hashes alone differs between ranks. After a failed outer
+            step, those of before it.
         """
         return {
             "format": _FORMAT,
             **{key: getattr(self, field) for key, field in _COUNTS.items()},
-            **self._common.saved(),
+            **self._global.saved(self._local),
+            "loaded": self._loaded and self._loaded.copies,
             "reducer": self._before or self._reducer.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
-        """Restores what `state_dict` returned on this rank. Load model and optimizer, too. Call it
-        on every rank; the next outer step compares what they have loaded.
+        """Restores what `state_dict` returned on this rank. Load model and optimizer, too, before
+        or after it. Call it on every rank; the next outer step compares what they have loaded.
 
         Args:
             state_dict: what this rank saved. With fewer ranks than saved, each loads one of these;
@@ -324,7 +766,7 @@ class DiLoCo(OuterSteps):
                 changed.
         """
         self._expect_local("load a state")
-        if self._failed is not None:
+        if self._place in _NEEDS_REJOIN:
             self._raise_failed(StateError)
         if not isinstance(state_dict, Mapping) or state_dict.get("format") != _FORMAT:
             raise StateError(
@@ -338,10 +780,12 @@ class DiLoCo(OuterSteps):
         def load_residuals() -> None:
             self._reducer.load_state_dict(state_dict.get("reducer", {}), on_resize)
 
-        self._common.load(state_dict, load_residuals)
+        self._global.load(state_dict, load_residuals)
+        loaded = state_dict.get("loaded")
         for key, field in _COUNTS.items():
             setattr(self, field, counts[key])
         self._last = ""  # ranks that load a checkpoint are one
+        self._loaded = loaded and _Loaded(self._global.names[0], self._since, loaded)
         self._stepped.clear()
 
     def stats(self) -> DiLoCoStats:
@@ -358,15 +802,15 @@ class DiLoCo(OuterSteps):
         """The shortest period of which the last outer step is a small part, if that is longer."""
         inner_ms = self._period_ms / self._sync_every
         enough = hiding_period(self._outer_ms, inner_ms) if inner_ms else 0
-        if self._is_closed or enough <= self._sync_every:  # finish() ends a shorter period
+        if self._place is Place.ENDED or enough <= self._sync_every:  # finish() ends a shorter one
             return ""
         return f"; with sync_every={enough} it would be {OUTER_SHARE:.0%} of that"
 
     def __str__(self) -> str:
-        elements = sum(each.numel() for each in self._common.tensors)
+        elements = sum(each.numel() for each in self._global.tensors)
         lines = [
             f"gradferry DiLoCo: {elements:,} elements, an outer step every {self._sync_every} "
-            f"inner steps, outer optimizer {type(self.outer).__name__} on {self._common.device}",
+            f"inner steps, outer optimizer {type(self.outer).__name__} on {self._global.device}",
             f"  {self._steps} inner steps, {self._outer_steps} outer steps",
         ]
         if self._outer_ms:
@@ -377,5 +821,100 @@ class DiLoCo(OuterSteps):
         return "\n".join([*lines, str(self._reducer)])
 
 
-# Counts in a saved state, and where they are here.
-_COUNTS = {"inner_steps": "_steps", "outer_steps": "_outer_steps", "since": "_since"}
+# --- what other ranks have sent -------------------------------------------------------------------
+
+
+def _hash_of(tensors: Sequence[torch.Tensor]) -> int:
+    return record_hash(_native.parameter_hashes(list(tensors)))
+
+
+def _expect_loaded_alike(loaded: Sequence[Any], group: dist.ProcessGroup) -> None:
+    """All ranks have loaded the same parameters, or none any. Raises StateError on all."""
+    whose = [(rank, one) for rank, one in zip(world_ranks(group), loaded, strict=True) if one]
+    if whose and (len(whose) < len(loaded) or len({one[2] for _, one in whose}) > 1):
+        rank, (name, since, _) = whose[0]
+        raise StateError(
+            f"rank {rank}: {name!r} was changed by something other than an optimizer, after inner "
+            f"step {since} of this period, and not to the same value on all ranks; load the same "
+            "parameters on every rank before its next step, or call diloco.accept_local() after a "
+            "change that belongs to this rank's training, such as clipped weights"
+        )
+
+
+def _absent_on_all(frozen: Sequence[Any], group: dist.ProcessGroup) -> list[str]:
+    """Parameters that all ranks have frozen and none has moved. Raises StateError where ranks
+    have frozen others.
+    """
+    for rank, each in zip(world_ranks(group), frozen, strict=True):
+        differs = sorted(frozen[0].keys() ^ each.keys())
+        if differs:
+            raise StateError(
+                f"rank {rank}: {differs[0]!r} is {'' if differs[0] in each else 'not '}frozen, and "
+                f"on rank {world_ranks(group)[0]} it is otherwise; freeze the same on every rank"
+            )
+    return [name for name in frozen[0] if not any(each[name] for each in frozen)]
+
+
+def hiding_period(outer_s: float, inner_s: float) -> int:
+    """The fewest inner steps of a period of which an outer step is `OUTER_SHARE` at most.
+
+    Args:
+        outer_s: duration of an outer step.
+        inner_s: of an inner step, in the same unit; above 0.
+    """
+    return math.ceil(outer_s / inner_s / OUTER_SHARE)
+
+
+# --- averages of changes, by a Reducer ----------------------------------------------------------
+
+
+def options_of_changes(options: Mapping[str, Any]) -> Options:
+    """The options of a Reducer of changes, with defaults for those that are not given.
+
+    Raises:
+        ConfigError: there is no such option, or it is one of `REFUSED`.
+    """
+    chosen = complete(options, REFUSED)
+    if chosen["error_feedback"] == "auto":
+        chosen["error_feedback"] = "both"
+    return chosen
+
+
+def settle(reducer: Reducer) -> None:
+    """Waits until the last average has ended: a device has only been told to average.
+
+    Raises:
+        PeerError, ProtocolError: it has failed.
+    """
+    running = reducer._running
+    if running.engine is not None:
+        running.engine.settle()
+    elif running.transport.device.type != "cpu":
+        torch.accelerator.synchronize(running.transport.device)
+
+
+def withheld_by(reducer: Reducer) -> dict[str, Any] | None:
+    """The state of a Reducer; with a warning None, where an error has ended it."""
+    try:
+        return reducer.state_dict()
+    except GradferryError as error:
+        warn_or_log(f"what this rank has withheld is lost: {error}")
+        return None
+
+
+def take_up(reducer: Reducer, withheld: Mapping[str, Any] | None, outer_steps: int) -> None:
+    """Has a new Reducer go on with what another one of this rank has withheld.
+
+    Args:
+        reducer: of any number of ranks.
+        withheld: a state; None: nothing.
+        outer_steps: that were taken before, equal on all ranks: messages have this number.
+    """
+    if not outer_steps:
+        return
+    state = {**(withheld or reducer.state_dict()), "steps": outer_steps}
+    try:
+        reducer.load_state_dict(state, on_resize="fold")
+    except StateError as error:
+        warn_or_log(f"what this rank has withheld is dropped: {error}")
+        reducer.load_state_dict(state, on_resize="drop")

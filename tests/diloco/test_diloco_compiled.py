@@ -83,10 +83,12 @@ def test_compiled_step_raises_what_an_outer_step_meets() -> None:
         if dist.get_rank() == 1:
             with torch.no_grad():
                 model.weight[2, 3] = float("nan")
+            diloco.accept_local()
         outcome = attempt(step)
         assert outcome.error == "StateError", outcome
         assert "rank 1: 'weight' has come to NaN or infinity" in outcome.text
         with torch.no_grad():
             model.weight.copy_(kept)
+        diloco.accept_local()
         step()
     assert diloco.stats()["outer_steps"] == 2

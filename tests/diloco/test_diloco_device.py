@@ -26,7 +26,7 @@ from watching import in_two_orders
 SYNC_EVERY = 2
 OUTER_STEPS = 4
 STEPS = SYNC_EVERY * OUTER_STEPS
-# The place is that of common parameters, residuals and messages.
+# The place is that of global parameters, residuals and messages.
 everywhere = pytest.mark.parametrize(
     ("device", "place"), list(itertools.product(("streamed", "staged"), ("the host", "the device")))
 )
@@ -99,9 +99,9 @@ def trained(device: str, place: str, codec: str, dtype: torch.dtype) -> dict[str
     training = Training(device, place, codec, dtype)
     training.train(range(STEPS))
     assert training.diloco.stats()["outer_steps"] == OUTER_STEPS
-    common = training.diloco.state_dict()["common"]
+    common = training.diloco.state_dict()["global"]
     assert {each.device for each in common.values()} == {training.place}
-    assert are_equal(of_all(bits(training.saved()["diloco"]["common"])))
+    assert are_equal(of_all(bits(training.saved()["diloco"]["global"])))
     return training.bits()
 
 
@@ -112,7 +112,7 @@ def trained(device: str, place: str, codec: str, dtype: torch.dtype) -> dict[str
 def test_training_has_the_bits_of_the_host(
     device: str, place: str, codec: str, dtype: torch.dtype
 ) -> None:
-    """Model, optimizer, common parameters, outer momentum and residuals are equal."""
+    """Model, optimizer, global parameters, outer momentum and residuals are equal."""
     expected = trained("cpu", "the host", codec, dtype)
     for found in in_two_orders(lambda: trained(device, place, codec, dtype)):
         assert found == expected
@@ -138,13 +138,13 @@ def test_saved_training_goes_on_with_the_same_bits(device: str, place: str) -> N
 
 @everywhere
 @on_ranks(2)
-def test_model_has_the_common_parameters_within_their_block(device: str, place: str) -> None:
+def test_model_has_the_global_parameters_within_their_block(device: str, place: str) -> None:
     training = Training(device, place, dtype=torch.bfloat16)
     training.train(range(SYNC_EVERY + 1))
     before = training.bits()
-    with training.diloco.common_parameters():
+    with training.diloco.global_parameters():
         shown = training.saved()
-        common = shown["diloco"]["common"]
+        common = shown["diloco"]["global"]
         for name, value in shown["model"].items():
             assert torch.equal(value, common[name].bfloat16())
         assert training.bits() != before
@@ -160,12 +160,13 @@ def test_change_that_is_nan_stops_the_outer_step_of_all(device: str, place: str)
     if dist.get_rank() == 1:
         with torch.no_grad():
             training.model.weight[3, 4] = torch.nan
+        training.diloco.accept_local()
     outcome = attempt(lambda: training.train(range(STEPS - 1, STEPS)))
     assert outcome.error == "StateError"
     assert "rank 1" in outcome.text
     assert "'weight'" in outcome.text
     after = training.saved()["diloco"]
-    for key in ("outer_steps", "common", "outer", "reducer"):
+    for key in ("outer_steps", "global", "outer", "reducer"):
         assert bits({key: after[key]}) == bits({key: before["diloco"][key]})
     training.load(before)
     training.train(range(STEPS - 1, STEPS))

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import gradferry
 import pytest
@@ -18,12 +19,14 @@ from training_alone import (
     Plain,
     are_equal,
     bits_of,
+    by_its_mean,
     common,
     flat,
     make,
     move,
     movements,
     of_all,
+    shift,
     still,
 )
 
@@ -83,6 +86,8 @@ def test_rank_that_makes_a_reducer_instead_is_named() -> None:
     outcome = attempt(ways[dist.get_rank()])
     assert outcome.error == "RankMismatchError", outcome
     assert "rank 1 differs from rank 0 in way in" in outcome.text
+    assert "DiLoCo" in outcome.text
+    assert "Reducer" in outcome.text
 
 
 BAD: list[dict[str, Any]] = [
@@ -154,7 +159,7 @@ def test_wrong_optimizer_of_one_rank_is_said_on_all(
 def test_ranks_that_begin_elsewhere_get_the_parameters_of_rank_0() -> None:
     for codec in ("q4", "off"):
         model = Plain()
-        move(model, movements(model, dist.get_rank()))
+        shift(model, movements(model, dist.get_rank()))
         mine = bits_of(model)
         first = of_all(mine)[0]
         _, diloco = make(model, codec)
@@ -195,53 +200,6 @@ def test_two_optimizers_count_one_step_together() -> None:
     assert are_equal(of_all(bits_of(model)))
 
 
-@on_ranks(2)
-def test_finish_takes_the_outer_step_of_an_incomplete_period() -> None:
-    model = Plain()
-    optimizer, diloco = make(model, "exact", sync_every=3)
-    moved = torch.zeros_like(common(diloco))
-    for step in range(4):
-        given = [movements(model, rank, step) for rank in range(2)]
-        move(model, given[dist.get_rank()])
-        moved += (flat(given[0]) + flat(given[1])) / 2
-        optimizer.step()
-    diloco.finish()
-    assert torch.equal(common(diloco), -moved)
-    assert torch.equal(flat(model.parameters()), -moved)
-    counts = {"inner_steps": 4, "outer_steps": 2}
-    for _ in range(3):
-        move(model, movements(model, 7))
-        optimizer.step()
-        torch.optim.Adam(model.parameters()).step()
-    assert counts.items() <= diloco.stats().items()
-    assert torch.equal(common(diloco), -moved)
-
-
-@on_ranks(2)
-def test_finish_after_a_whole_period_does_nothing() -> None:
-    model = Plain()
-    optimizer, diloco = make(model)
-    move(model, movements(model, dist.get_rank()))
-    optimizer.step()
-    before = common(diloco)
-    diloco.finish()
-    assert torch.equal(common(diloco), before)
-    assert diloco.stats()["outer_steps"] == 1
-
-
-@on_ranks(2)
-def test_finish_averages_what_some_ranks_have_learnt() -> None:
-    """A rank whose data ended at a whole period takes part without a change."""
-    model = Plain()
-    optimizer, diloco = make(model, "exact", sync_every=2)
-    if dist.get_rank() == 1:
-        move(model, movements(model, 1))
-        optimizer.step()
-    diloco.finish()
-    expected = [each / 2 for each in movements(model, 1)]
-    assert torch.equal(common(diloco), -flat(expected))
-
-
 @pytest.mark.parametrize("steps", [(6, 6), (6, 5), (6, 1), (0, 7), (5, 4)])
 @on_ranks(2)
 def test_rank_whose_data_ends_takes_part_until_all_finish(steps: tuple[int, int]) -> None:
@@ -263,12 +221,16 @@ def test_rank_whose_data_ends_takes_part_until_all_finish(steps: tuple[int, int]
 @on_ranks(2)
 def test_what_has_ended_stays_so() -> None:
     model = Plain()
-    _, diloco = make(model)
+    optimizer, diloco = make(model)
     diloco.finish()
     for call in (diloco.finish, diloco.rejoin):
         outcome = attempt(call)
         assert outcome.error == "StateError"
         assert "has ended" in outcome.text
+    move(model, movements(model, 7))
+    optimizer.step()
+    torch.optim.Adam(model.parameters()).step()
+    assert diloco.stats()["inner_steps"] == 0
 
 
 @on_ranks(2)
@@ -295,13 +257,13 @@ def test_outer_optimizer_that_fails_is_named_and_takes_what_others_have() -> Non
     outcome = attempt(optimizer.step)
     assert outcome.error == (None if dist.get_rank() == 0 else "StateError")
     if dist.get_rank() == 1:
-        assert "the outer optimizer failed: division by zero" in outcome.text
+        assert "ZeroDivisionError: division by zero" in outcome.text
         handle.remove()
-        with pytest.warns(gradferry.GradferryWarning, match="is dropped"):
+        with pytest.warns(gradferry.GradferryWarning, match="dropped"):
             diloco.rejoin(group)
     else:
         diloco.rejoin(group)
-    assert are_equal(of_all(diloco._common.hashes()))
+    assert are_equal(of_all(diloco._global.hashes()))
     assert diloco.stats()["outer_steps"] == 1
 
 
@@ -332,12 +294,10 @@ def test_change_that_is_not_finite_stops_the_outer_step_of_all(codec: str, value
     optimizer.step()
     before, kept = common(diloco), copy.deepcopy(diloco.state_dict()["reducer"])
     if dist.get_rank() == 1:
-        with torch.no_grad():
-            model.weight[3, 4] = value
-    mine = bits_of(model)
+        model.weight.grad = torch.zeros_like(model.weight)
+        model.weight.grad[3, 4] = value
     expect_on_all(optimizer.step, "StateError", "rank 1", "'weight'")
     assert torch.equal(common(diloco), before)
-    assert bits_of(model) == mine
     slot = f"slot_{dist.get_rank()}"
     now = diloco.state_dict()["reducer"]
     assert all(torch.equal(now[slot][kind], kept[slot][kind]) for kind in kept[slot])
@@ -346,6 +306,7 @@ def test_change_that_is_not_finite_stops_the_outer_step_of_all(codec: str, value
     if dist.get_rank() == 1:
         with torch.no_grad():
             model.weight[3, 4] = 0.0
+        diloco.accept_local()
     optimizer.step()  # the outer step that is due
     assert diloco.stats()["outer_steps"] == 2
     assert common(diloco).isfinite().all()
@@ -372,7 +333,18 @@ def add(model: Plain) -> str:
     return "'more' was added"
 
 
-@pytest.mark.parametrize("change", [replace, remove, convert, add])
+def assign(model: Plain) -> str:
+    new = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(new, assign=True)
+    return "'weight' was replaced"
+
+
+def parametrize(model: Plain) -> str:
+    torch.nn.utils.parametrizations.weight_norm(model)
+    return "'weight' was removed"
+
+
+@pytest.mark.parametrize("change", [replace, remove, convert, add, assign, parametrize])
 @on_ranks(2)
 def test_model_that_changes_on_one_rank_stops_all(change: Callable[[Plain], str]) -> None:
     model = Plain()
@@ -385,10 +357,124 @@ def test_model_that_changes_on_one_rank_stops_all(change: Callable[[Plain], str]
     assert diloco.stats()["outer_steps"] == 1
 
 
+@on_ranks(2)
+def test_parameters_that_were_replaced_are_named_wherever_they_are_asked_for() -> None:
+    model = Plain()
+    optimizer, diloco = make(model)
+    assign(model)
+    for call in (
+        optimizer.step,
+        torch.optim.Adam(model.parameters()).step,
+        diloco.global_parameters().__enter__,
+        diloco.finish,
+    ):
+        outcome = attempt(call)
+        assert outcome.error == "StateError"
+        assert "'weight' was replaced" in outcome.text
+
+
+@on_ranks(2)
+def test_parameters_that_the_model_lacks_are_refused_in_an_optimizer() -> None:
+    model = Plain()
+    optimizer, _ = make(model)
+    if dist.get_rank() == 1:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    expect_on_all(optimizer.step, "StateError", "rank 1", "Moving got parameters")
+
+
+@on_ranks(2)
+def test_what_one_rank_alone_has_frozen_is_named() -> None:
+    model = Plain()
+    optimizer, _ = make(model)
+    model.bias.requires_grad_(dist.get_rank() == 0)
+    expect_on_all(optimizer.step, "StateError", "rank 1", "'bias'", "frozen")
+
+
+class Masters(torch.optim.Optimizer):
+    """SGD on copies in fp32, in its state, which it rounds to the model."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                kept = self.state[p]
+                kept.setdefault("momentum", torch.zeros_like(p))
+                kept.setdefault("copy", p.detach().float()).sub_(p.grad.float())
+                p.copy_(kept["copy"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_copies_that_an_optimizer_keeps_of_parameters_move_with_them(dtype: torch.dtype) -> None:
+    model = Plain(dtype)
+    shift(model, [dist.get_rank() + torch.zeros_like(p) for p in model.parameters()])
+    optimizer = Masters(model.parameters())
+    for p in model.parameters():
+        optimizer.state[p]["copy"] = p.detach().float()
+    diloco = gradferry.DiLoCo(model, optimizer, 1, "exact", outer=by_its_mean)
+    moved = torch.zeros_like(common(diloco))
+    for step in range(4):
+        given = [movements(model, rank, step) for rank in range(2)]
+        move(model, given[dist.get_rank()])
+        optimizer.step()
+        moved += (flat(given[0]) + flat(given[1])) / 2
+        if dtype == torch.float32:
+            assert torch.equal(common(diloco), -moved)
+        copies = [state["copy"] for state in optimizer.state.values()]
+        assert torch.equal(flat(copies), common(diloco))
+        assert not any(state["momentum"].any() for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_step_that_a_grad_scaler_skips_does_not_count(fused: bool) -> None:
+    model = Plain()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    diloco = gradferry.DiLoCo(model, optimizer, 4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    counted = []
+    for step in range(4):
+        value = float("inf") if step in (1, 2) else 1.0
+        optimizer.zero_grad()
+        scaler.scale(model.weight.sum() + model.bias.sum()).backward()
+        model.bias.grad[3] *= value
+        scaler.step(optimizer)
+        scaler.update()
+        counted.append(diloco.stats()["inner_steps"])
+    assert counted == [1, 1, 1, 2]
+
+
+@on_ranks(2)
+def test_average_of_every_step_over_the_same_ranks_is_refused() -> None:
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = still(ddp)
+    call = partial(gradferry.DiLoCo, nn.Sequential(ddp), optimizer)
+    expect_on_all(call, "ConfigError", "DistributedDataParallel")
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    of_worker = nn.parallel.DistributedDataParallel(nn.Linear(4, 4), process_group=alone)
+    gradferry.DiLoCo(of_worker, still(of_worker))
+
+
+@on_ranks(2)
+def test_model_is_moved_in_swap_mode() -> None:
+    model = Plain()
+    optimizer, diloco = make(model, "exact")
+    with mock.patch.dict(vars(torch.__future__), {"_swap_module_params_on_conversion": True}):
+        for step in range(2):
+            model.double()
+            model.float()
+            move(model, movements(model, dist.get_rank(), step))
+            optimizer.step()
+    assert diloco.stats()["outer_steps"] == 2
+
+
 def other_common(states: list[dict[str, Any]]) -> tuple[str, str]:
     """Both are of one outer step, and one has another last bit."""
-    states[0]["common"] = copy.deepcopy(states[0]["common"])
-    states[0]["common"]["bias"].view(torch.int32)[5] ^= 1
+    states[0]["global"] = copy.deepcopy(states[0]["global"])
+    states[0]["global"]["bias"].view(torch.int32)[5] ^= 1
     return "DivergedError", "'bias'"
 
 
@@ -404,54 +490,39 @@ def test_states_that_differ_between_ranks_are_found_at_the_next_outer_step(
 ) -> None:
     model = Plain()
     optimizer, diloco = make(model)
-    states = []
+    states, models = [], []
     for step in range(2):
         move(model, movements(model, dist.get_rank(), step))
         optimizer.step()
         states.append(diloco.state_dict())
+        models.append(copy.deepcopy(model.state_dict()))
     own = copy.deepcopy(states[0])
     error, text = differ(states)
-    diloco.load_state_dict(states[0] if dist.get_rank() == 1 else own)
+    is_other = dist.get_rank() == 1
+    diloco.load_state_dict(states[0] if is_other else own)
+    model.load_state_dict(models[is_other and error == "RankMismatchError"])
     expect_on_all(optimizer.step, error, "rank 1", text)
     diloco.load_state_dict(own)
+    model.load_state_dict(models[0])
     optimizer.step()
     assert diloco.stats()["outer_steps"] == 2
     assert are_equal(of_all(bits_of(model)))
 
 
-# --- common_parameters() --------------------------------------------------------------------------
+# --- global_parameters() --------------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_common_parameters_are_shown_and_taken_back() -> None:
-    model = Plain()
-    optimizer, diloco = make(model, sync_every=4)
-    for step in range(5):
-        move(model, movements(model, dist.get_rank(), step))
-        optimizer.step()
-    local = bits_of(model)
-    assert not are_equal(of_all(local))
-    with diloco.common_parameters():
-        shown = bits_of(model)
-        assert torch.equal(flat(model.parameters()), common(diloco))
-    assert are_equal(of_all(shown))
-    assert bits_of(model) == local
-    with pytest.raises(ArithmeticError), diloco.common_parameters():
-        raise ArithmeticError
-    assert bits_of(model) == local
-
-
-@on_ranks(2)
-def test_step_within_common_parameters_is_refused() -> None:
+def test_step_within_global_parameters_is_refused() -> None:
     model = Plain()
     optimizer, diloco = make(model, sync_every=2)
     move(model, movements(model, dist.get_rank()))
     optimizer.step()
     local = bits_of(model)
-    with diloco.common_parameters():
+    with diloco.global_parameters():
         outcome = attempt(optimizer.step)
     assert outcome.error == "StateError"
-    assert "common_parameters()" in outcome.text
+    assert "global_parameters()" in outcome.text
     assert bits_of(model) == local
     assert diloco.stats()["inner_steps"] == 1
     optimizer.step()
@@ -459,12 +530,12 @@ def test_step_within_common_parameters_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_step_of_one_of_two_optimizers_within_common_parameters_is_refused() -> None:
+def test_step_of_one_of_two_optimizers_within_global_parameters_is_refused() -> None:
     model = Plain()
     weights, biases = (torch.optim.SGD([p], lr=0.1) for p in model.parameters())
     diloco = gradferry.DiLoCo(model, [weights, biases], sync_every=2)
-    with diloco.common_parameters():
-        with diloco.common_parameters():
+    with diloco.global_parameters():
+        with diloco.global_parameters():
             pass
         assert attempt(weights.step).error == "StateError"
     biases.step()

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry import outer_steps
-from gradferry.reduction import newcomers
+from gradferry import diloco
+from gradferry.reduction import global_parameters as newcomers
 from members import Alone, die, dying_inside, mean_of
 from outcomes import attempt
 from own_groups import own_group
@@ -53,7 +53,7 @@ def expect_step_taken_again(
         added, withheld = summed(before, group), summed(alone.withheld(), group)
         # Each rank keeps worker / W and owner of before, whatever the number of ranks is now.
         assert torch.equal(alone.applied() + withheld, added + mean_of(ranks, number))
-        assert are_equal(of_all(alone.diloco._common.hashes(), group))
+        assert are_equal(of_all(alone.diloco._global.hashes(), group))
 
 
 def case_store_lost(store: str, where: str, when: str) -> None:
@@ -105,12 +105,12 @@ def dying_after(module: Any, name: str, calls: int = 1) -> Any:
 
 # Where a rank ends that has come to a rejoin.
 PLACES: dict[str, Callable[[], Any]] = {
-    "has come": lambda: dying_after(outer_steps, "meet"),
-    "has compared": lambda: dying_after(outer_steps, "on_all_ranks"),
-    "is connected": lambda: dying_after(outer_steps, "_OuterReducer"),
-    "has caught up": lambda: dying_after(outer_steps, "gather_records"),
-    "has its residuals": lambda: dying_after(outer_steps, "take_up"),
-    "has rejoined": lambda: dying_after(outer_steps, "on_all_ranks", 2),
+    "has come": lambda: dying_after(diloco, "meet"),
+    "has compared": lambda: dying_after(diloco, "gather_records"),
+    "is connected": lambda: dying_after(diloco, "_OuterReducer"),
+    "has caught up": lambda: dying_after(diloco, "gather_records", 2),
+    "has its residuals": lambda: dying_after(diloco, "take_up"),
+    "has rejoined": lambda: dying_after(diloco, "on_all_ranks"),
     "averages": dying_inside,
 }
 
@@ -120,7 +120,7 @@ def case_rejoin_lost(place: str) -> None:
     rank, left = dist.get_rank(), [0, 1]
     alone = Alone("q4", None)
     alone.step(0)
-    before, common = alone.withheld(), alone.diloco.state_dict()["common"]["weight"]
+    before, common = alone.withheld(), alone.diloco.state_dict()["global"]["weight"]
     if rank == 3:
         with dying_inside():
             alone.step(1)
@@ -131,7 +131,7 @@ def case_rejoin_lost(place: str) -> None:
             alone.diloco.rejoin(three)
     outcome = attempt(lambda: alone.diloco.rejoin(three))
     assert outcome.error == "PeerError", outcome
-    assert torch.equal(alone.diloco.state_dict()["common"]["weight"], common)
+    assert torch.equal(alone.diloco.state_dict()["global"]["weight"], common)
     assert torch.equal(alone.withheld(), before)
     assert attempt(alone.optimizer.step).error == "PeerError"  # nobody trains on alone unseen
     two = dist.new_group(left, use_local_synchronization=True)
@@ -164,7 +164,7 @@ def case_newcomer_lost() -> None:
     outcome = attempt(lambda: come(groups[1]))
     assert outcome.error == "PeerError", outcome
     alone = come(groups[2])
-    assert torch.equal(alone.model.weight, alone.diloco.state_dict()["common"]["weight"])
+    assert torch.equal(alone.model.weight, alone.diloco.state_dict()["global"]["weight"])
     before = alone.withheld()
     alone.step(1)
     expect_step_taken_again(alone, before, groups[2], [0, 1])

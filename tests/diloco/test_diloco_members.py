@@ -11,11 +11,10 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.reduction import common_parameters
+from gradferry.reduction import global_parameters
 from members import Alone, die, dying_inside, mean_of
 from outcomes import attempt
 from reducing import same
-from torch import nn
 from training_alone import summed
 from world import World, WorldError
 
@@ -38,14 +37,14 @@ class Confirming:
         return (on_all_ranks if self.calls == 1 else self.then)(*arguments)
 
     def __enter__(self) -> None:
-        self.patch = mock.patch.object(common_parameters, "on_all_ranks", self)
+        self.patch = mock.patch.object(global_parameters, "on_all_ranks", self)
         self.patch.start()
 
     def __exit__(self, *_: object) -> None:
         self.patch.stop()
 
 
-on_all_ranks = common_parameters.on_all_ranks
+on_all_ranks = global_parameters.on_all_ranks
 
 
 def hear_nothing(*arguments: Any) -> NoReturn:
@@ -84,7 +83,7 @@ def case_lost(where: str, codec: str) -> None:
                 alone.step(1)
         alone.step(1)
         die()
-    common, changes = alone.diloco.state_dict()["common"]["weight"], alone.diloco._common.changes
+    common, changes = alone.diloco.state_dict()["global"]["weight"], alone.diloco._global.changes
     deaf = where == "heard by one" and rank == 1
     with Confirming(hear_nothing if deaf else on_all_ranks):
         outcome = attempt(lambda: alone.step(1))
@@ -95,7 +94,7 @@ def case_lost(where: str, codec: str) -> None:
     if not took_it:
         assert "outer step 1 is not over, and has changed nothing on this rank" in outcome.text
         assert "diloco.rejoin(group)" in outcome.text
-        assert torch.equal(alone.diloco.state_dict()["common"]["weight"], common)
+        assert torch.equal(alone.diloco.state_dict()["global"]["weight"], common)
         assert torch.equal(alone.withheld(), before)
         assert attempt(alone.optimizer.step).error == "PeerError"  # nobody trains on alone unseen
     group = dist.new_group(LEFT, use_local_synchronization=True)
@@ -110,7 +109,7 @@ def case_lost(where: str, codec: str) -> None:
         assert torch.equal(second, mean_of([*LEFT, *LOST], 1))
     else:
         assert not torch.equal(alone.withheld(), before)  # it is what the step has left
-    hashes = alone.diloco._common.hashes()
+    hashes = alone.diloco._global.hashes()
     answers: list[Any] = [None] * len(LEFT)
     dist.all_gather_object(answers, (hashes, second.sum().item(), first.sum().item()), group=group)
     assert answers[0] == answers[1]
@@ -120,7 +119,7 @@ def case_lost(where: str, codec: str) -> None:
     assert torch.equal(alone.applied() + after, before + mean_of(LEFT, 2))
     assert same(held, saved)  # a state that was handed out stays as it is
     # What a collective of the failed average may still write to is no memory of later ones.
-    assert changes[0].data_ptr() != alone.diloco._common.changes[0].data_ptr()
+    assert changes[0].data_ptr() != alone.diloco._global.changes[0].data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -167,60 +166,6 @@ def test_nobody_waits_for_a_rank_that_an_average_did_not_reach(worlds: Worlds) -
     worlds(3).run(case_alone)
 
 
-def case_come() -> tuple[list[int], int]:
-    """Rank 2 comes after two outer steps of the others."""
-    rank, group = dist.get_rank(), dist.new_group(LEFT)
-    everybody = dist.new_group([0, 1, 2])
-    if rank == 2:
-        alone = Alone("q4", everybody, start=7.0)
-    else:
-        alone = Alone("q4", group)
-        alone.step(0)
-        alone.step(1)
-        alone.diloco.rejoin(everybody)
-    assert alone.diloco.stats()["outer_steps"] == 2
-    assert torch.equal(alone.model.weight, alone.diloco.state_dict()["common"]["weight"])
-    alone.step(2)
-    return alone.diloco._common.hashes(), alone.diloco.stats()["inner_steps"]
-
-
-def test_a_newcomer_gets_what_the_others_have(worlds: Worlds) -> None:
-    answers = worlds(3).run(case_come)
-    assert answers[0] == answers[1] == answers[2]
-    assert answers[0][1] == 3
-
-
-def case_momentum() -> tuple[list[int], list[int]]:
-    """An outer momentum travels to who comes: later steps are the same."""
-    group = dist.new_group([0])
-    model = nn.Linear(70, 60)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float(dist.get_rank()))
-            parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    if dist.get_rank() == 0:
-        diloco = gradferry.DiLoCo(model, optimizer, sync_every=2, codec="exact", group=group)
-        for _ in range(5):
-            optimizer.step()
-        diloco.rejoin()
-    else:
-        diloco = gradferry.DiLoCo(model, optimizer, sync_every=2, codec="exact")
-    before = diloco._common.hashes()
-    optimizer.step()
-    optimizer.step()
-    buffers = [state["momentum_buffer"] for state in diloco.outer.state.values()]
-    assert all(buffer.abs().sum() > 0 for buffer in buffers)
-    diloco.finish()
-    return before, diloco._common.hashes()
-
-
-def test_outer_momentum_reaches_a_newcomer(worlds: Worlds) -> None:
-    first, second = worlds(2).run(case_momentum)
-    assert first == second
-    assert first[0] != first[1]
-
-
 def case_apart() -> None:
     """Ranks took one outer step each, without each other: the first of them stays."""
     mine = dist.get_rank()
@@ -247,36 +192,14 @@ def case_diverged() -> None:
     alone.step(0)
     if dist.get_rank() == 1:
         with torch.no_grad():
-            alone.diloco._common.tensors[0][3, 4] += 1
+            alone.diloco._global.tensors[0][3, 4] += 1
     outcome = attempt(lambda: alone.diloco.rejoin(again))
     assert outcome.error == "DivergedError"
-    assert "the common value of 'weight' of rank 1 differs from that of rank 0" in outcome.text
+    assert "the global parameter 'weight' of rank 1 differs from that of rank 0" in outcome.text
 
 
 def test_ranks_that_differ_after_one_outer_step_are_named(worlds: Worlds) -> None:
     worlds(2).run(case_diverged)
-
-
-def case_behind() -> None:
-    """A rank that was cut off takes the place that the others have, and says what is lost."""
-    mine = dist.get_rank()
-    groups = [dist.new_group([0, 1]), dist.new_group([2])]
-    alone = Alone("q4", groups[mine // 2])
-    alone.step(0)
-    if mine != 2:
-        alone.step(1)
-        alone.diloco.rejoin()
-    else:
-        with pytest.warns(
-            gradferry.GradferryWarning, match="taken 1 outer steps, and others 2 without"
-        ):
-            alone.diloco.rejoin()
-    assert alone.diloco.stats()["outer_steps"] == 2
-    alone.step(2)
-
-
-def test_a_rank_that_was_cut_off_catches_up(worlds: Worlds) -> None:
-    worlds(3).run(case_behind)
 
 
 def case_two_levels() -> list[int]:
@@ -292,28 +215,9 @@ def case_two_levels() -> list[int]:
     assert not slot["worker"].any()
     assert not slot["owner"].any()
     alone.step(1)
-    return alone.diloco._common.hashes()
+    return alone.diloco._global.hashes()
 
 
 def test_what_a_node_has_withheld_is_dropped_with_a_warning(worlds: Worlds) -> None:
     answers = worlds(4).run(case_two_levels)
     assert answers[0] == answers[1] != []
-
-
-def case_schedule() -> list[float]:
-    """A schedule of the outer rate does not keep a newcomer out, who follows it from there."""
-    group = dist.new_group([0])
-    alone = Alone("q4", group) if dist.get_rank() == 0 else None
-    if alone is not None:
-        schedule = torch.optim.lr_scheduler.ExponentialLR(alone.diloco.outer, 0.5)
-        alone.step(0)
-        schedule.step()
-        alone.diloco.rejoin()
-    else:
-        alone = Alone("q4", None)
-    alone.step(1)
-    return [group["lr"] for group in alone.diloco.outer.param_groups]
-
-
-def test_a_newcomer_has_the_outer_rate_of_the_others(worlds: Worlds) -> None:
-    assert worlds(2).run(case_schedule) == [[0.5], [0.5]]

@@ -78,7 +78,7 @@ def test_saved_training_goes_on_with_the_same_bits(codec: str, stops: range | li
 
 
 def common_of(training: Training) -> list[torch.Tensor]:
-    return list(training.diloco.state_dict()["common"].values())
+    return list(training.diloco.state_dict()["global"].values())
 
 
 @on_ranks(4)
@@ -108,13 +108,13 @@ def test_training_goes_on_with_other_ranks() -> None:
 
 @on_ranks(2)
 def test_state_of_a_period_saves_what_the_model_cannot_say() -> None:
-    """Within common_parameters() the same is saved."""
+    """Within global_parameters() the same is saved."""
     training = Training("q4", seed=0)
     training.train(range(SYNC_EVERY + 2))
     local = training.state()
-    with training.diloco.common_parameters():
+    with training.diloco.global_parameters():
         shown = training.state()
-        assert training.model.state_dict().keys() == training.diloco.state_dict()["common"].keys()
+        assert training.model.state_dict().keys() == training.diloco.state_dict()["global"].keys()
         assert all(map(torch.equal, training.model.parameters(), common_of(training)))
     of_diloco = [key for key in local if key.startswith("/diloco")]
     assert all(shown[key] == local[key] for key in of_diloco)
@@ -162,7 +162,7 @@ def of_rank(damage: Callable[[str], Damage]) -> Damage:
 
 
 def of_adam(state: State) -> None:
-    common = [nn.Parameter(each) for each in state["common"].values()]
+    common = [nn.Parameter(each) for each in state["global"].values()]
     optimizer = torch.optim.Adam(common, lr=0.7)
     for each in common:
         each.grad = torch.ones_like(each)
@@ -174,7 +174,7 @@ MOMENTUM = ("outer", "state", 0, "momentum_buffer")
 DAMAGES: dict[str, Damage] = {
     "no format": without("format"),
     "another format": replaced(2, "format"),
-    "no common": without("common"),
+    "no common": without("global"),
     "no outer": without("outer"),
     "no type of the outer": without("outer_type"),
     "no reducer": without("reducer"),
@@ -182,12 +182,16 @@ DAMAGES: dict[str, Damage] = {
     "negative count": replaced(-1, "inner_steps"),
     "count that is true": replaced(True, "outer_steps"),
     "count that is text": replaced("3", "since"),
-    "parameter missing": without("common", FIRST),
-    "parameter more": replaced(torch.zeros(3), "common", "more"),
-    "other shape": replaced(torch.zeros(24, 96), "common", FIRST),
-    "other dtype": replaced(torch.zeros(96, 24, dtype=torch.float64), "common", FIRST),
-    "no tensor": replaced([1.0], "common", FIRST),
-    "NaN": nan_at("common", FIRST),
+    "parameter missing": without("global", FIRST),
+    "parameter more": replaced(torch.zeros(3), "global", "more"),
+    "loaded is no list": replaced(3, "loaded"),
+    "loaded of fewer": replaced([], "loaded"),
+    "loaded is no tensor": replaced([None] * 4, "loaded"),
+    "no hashes": replaced([1, 2], "local"),
+    "other shape": replaced(torch.zeros(24, 96), "global", FIRST),
+    "other dtype": replaced(torch.zeros(96, 24, dtype=torch.float64), "global", FIRST),
+    "no tensor": replaced([1.0], "global", FIRST),
+    "NaN": nan_at("global", FIRST),
     "another outer optimizer": of_adam,
     "outer without groups": replaced({}, "outer"),
     "outer of fewer": replaced([0], "outer", "param_groups", 0, "params"),

@@ -69,7 +69,7 @@ def parts_of(tensors: list[torch.Tensor], workers: Workers) -> list[torch.Tensor
 # two: what is added up has the same bits in every order, and the tolerance is 0.
 @pytest.mark.parametrize("workers", [sharded, replicated])
 @on_ranks(4)
-def test_common_parameters_are_those_of_a_training_by_hand(workers: Workers) -> None:
+def test_global_parameters_are_those_of_a_training_by_hand(workers: Workers) -> None:
     model, diloco, mesh = train(workers, codec="exact", outer=by_its_mean)
     expected = [torch.zeros_like(parameter) for parameter in Chosen().parameters()]
     for step in range(STEPS):
@@ -99,6 +99,7 @@ def test_what_one_shard_has_come_to_keeps_all_shards_where_they_are(workers: Wor
     if dist.get_rank() == 3:
         with torch.no_grad():
             local_parts(model)[0][0] = math.nan
+        diloco.accept_local()
     optimizer = diloco._optimizers[0]
     optimizer.zero_grad()
     optimizer.step()
@@ -120,13 +121,13 @@ def test_shards_of_a_worker_are_not_averaged_with_each_other() -> None:
 
 
 @on_ranks(4)
-def test_evaluation_with_the_common_parameters_leaves_no_trace() -> None:
+def test_evaluation_with_the_global_parameters_leaves_no_trace() -> None:
     model, diloco, _ = train(sharded, codec="exact")
     targets = movements(Chosen(), dist.get_rank(), STEPS)
     model(targets).backward()
-    diloco._optimizers[0].step()  # away from the common parameters
+    diloco._optimizers[0].step()  # away from the global parameters
     losses = [model(targets).detach()]
-    with diloco.common_parameters():
+    with diloco.global_parameters():
         within = model(targets).detach()  # FSDP2 leaves the outermost module whole after it
     losses.append(model(targets).detach())
     assert torch.equal(*losses)

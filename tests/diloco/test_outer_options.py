@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import gradferry
@@ -9,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry.errors import ProtocolError
-from gradferry.reduction.newcomers import adopt_options, outline
+from gradferry.reduction.global_parameters import pack, unpack
 from on_ranks import on_ranks
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
@@ -130,7 +132,7 @@ OPTIONS: dict[str, Any] = {
 def test_option_has_its_value_and_type(name: str) -> None:
     there = optimizer_with(mine=OPTIONS[name])
     here = optimizer_with(mine=1)
-    adopt_options(here, outline(there))
+    unpack(pack(there), here)
     assert described(here.param_groups[0]) == described(there.param_groups[0])
 
 
@@ -138,53 +140,67 @@ def test_what_is_equal_already_stays_the_same_object() -> None:
     rate, pair = torch.tensor(0.5), (0.9, torch.tensor(0.95))
     one, other = (optimizer_with(rate=rate.clone(), pair=pair) for _ in range(2))
     mine = one.param_groups[0]["rate"]
-    adopt_options(one, outline(other))
+    unpack(pack(other), one)
     assert one.param_groups[0]["rate"] is mine
     assert one.param_groups[0]["pair"] is pair
     other.param_groups[0]["rate"].fill_(0.25)
-    adopt_options(one, outline(other))
+    unpack(pack(other), one)
     assert one.param_groups[0]["rate"] == 0.25
 
 
 def test_options_that_cannot_be_written_stay() -> None:
     one, other = optimizer_with(mine=1), optimizer_with(mine=object())
-    adopt_options(one, outline(other))
+    unpack(pack(other), one)
     assert one.param_groups[0]["mine"] == 1
 
 
-BAD: list[Any] = [
-    {"tensor": ["float32", [], [1.0, 2.0]]},
-    {"tensor": ["torch.float32", [-1], []]},
-    {"tensor": ["torch.float32", [2**40, 2**40], [1.0]]},
-    {"tensor": ["torch.int64", [], [2**70]]},
-    {"tensor": ["torch.int64", [], ["1"]]},
-    {"tensor": 7},
-    {"tuple": 7},
-    {"dict": [1]},
-    {"number": "x"},
-    {"number": "1e5"},
-    {"number": True},
-    {"tensor": ["torch.bool", [1], [7]]},
-    {"another": []},
-    {},
-]
+ADAM = torch.optim.Adam([nn.Parameter(torch.zeros(3))])
+DAMAGED = {
+    "nothing": b"",
+    "cut short": pack(ADAM)[:-40],
+    "no optimizer": pickle.dumps([1, 2]),
+    "a call": pickle.dumps(print),
+}
 
 
-@pytest.mark.parametrize("value", BAD, ids=range(len(BAD)))
-def test_damaged_options_are_refused(value: Any) -> None:
+@pytest.mark.parametrize("data", DAMAGED.values(), ids=DAMAGED)
+def test_bytes_that_are_no_optimizer_are_refused(data: bytes) -> None:
     optimizer = optimizer_with(mine=1)
-    given = outline(optimizer)
-    given["groups"][0]["mine"] = value
-    with pytest.raises(ProtocolError, match="outer optimizer"):
-        adopt_options(optimizer, given)
-    assert optimizer.param_groups[0]["mine"] == 1
+    before = described(optimizer.param_groups[0])
+    with pytest.raises(ProtocolError):
+        unpack(data, optimizer)
+    assert described(optimizer.param_groups[0]) == before
 
 
-def test_a_rate_that_is_no_number_is_refused() -> None:
-    optimizer = optimizer_with(mine=1)
-    rate = optimizer.param_groups[0]["lr"]
-    given = outline(optimizer)
-    given["groups"][0]["lr"] = "fast"
-    with pytest.raises(ProtocolError, match="outer optimizer"):
-        adopt_options(optimizer, given)
-    assert optimizer.param_groups[0]["lr"] == rate
+def test_state_of_another_shape_is_refused() -> None:
+    there, here = (torch.optim.Adam([nn.Parameter(torch.zeros(n))]) for n in (4, 3))
+    there.param_groups[0]["params"][0].grad = torch.ones(4)
+    there.step()
+    with pytest.raises(ProtocolError, match="exp_avg"):
+        unpack(pack(there, with_state=True), here)
+
+
+@on_ranks(2)
+def test_outer_adafactor_is_saved_loaded_and_handed_on() -> None:
+    """Its state has means over rows and columns."""
+    model, group = Plain(), dist.new_group()
+    optimizer, diloco = make(model, outer=torch.optim.Adafactor)
+    move(model, movements(model, dist.get_rank()))
+    optimizer.step()
+    saved = copy.deepcopy((model.state_dict(), diloco.state_dict()))
+    if dist.get_rank() == 0:
+        diloco.rejoin(group)
+    else:
+        diloco.close()
+        model = Plain()
+        optimizer, diloco = make(model, outer=torch.optim.Adafactor, group=group)
+    bits = []
+    for again in range(2):
+        move(model, movements(model, dist.get_rank(), 1))
+        optimizer.step()
+        bits.append(of_all(bits_of(model)))
+        if not again:
+            model.load_state_dict(saved[0])
+            diloco.load_state_dict(saved[1])
+    assert are_equal(bits[0])
+    assert are_equal(bits[1])

@@ -12,9 +12,9 @@ from unittest import mock
 import gradferry
 import torch
 import torch.distributed as dist
-from gradferry.outer_steps import _OuterReducer
+from gradferry.diloco import _OuterReducer
 from torch import nn
-from training_alone import residuals
+from training_alone import residuals, still
 
 SHAPE = (96, 128)  # three tiles, so that three ranks own one
 
@@ -28,8 +28,7 @@ class Alone:
         self.model = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
         nn.init.constant_(self.model.weight, start)
         self.number = dist.get_rank()  # which stays, whatever process groups come
-        self.model.weight.grad = torch.zeros(SHAPE)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.optimizer = still(self.model)
         self.diloco = gradferry.DiLoCo(
             self.model,
             self.optimizer,
@@ -46,8 +45,7 @@ class Alone:
 
     def step(self, number: int) -> None:
         """Moves by minus `change(rank, number)`: an outer step."""
-        with torch.no_grad():
-            self.model.weight -= change(self.number, number)
+        self.model.weight.grad = change(self.number, number)
         self.optimizer.step()
 
     def applied(self) -> torch.Tensor:

@@ -28,13 +28,28 @@ def by_its_mean(common: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(common, lr=1.0)
 
 
+class Moving(torch.optim.Optimizer):
+    """Subtracts each gradient once: without one it moves nothing."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad)
+                    parameter.grad = None
+
+
 def still(model: nn.Module) -> torch.optim.Optimizer:
-    """An inner optimizer whose steps count and move nothing: there are no gradients."""
-    return torch.optim.SGD(model.parameters(), lr=0.0)
+    """An inner optimizer whose steps count, and do what `move` has said."""
+    return Moving(model.parameters())
 
 
 def make(model: nn.Module, codec: str = "q4", **changes: Any) -> tuple[Any, Any]:
-    """An optimizer that moves nothing, and a DiLoCo that steps at every step of it."""
+    """An optimizer that does what `move` says, and a DiLoCo that steps at every step of it."""
     optimizer = still(model)
     options = {"sync_every": 1, "outer": by_its_mean, **changes}
     return optimizer, gradferry.DiLoCo(model, optimizer, codec=codec, **options)
@@ -53,10 +68,17 @@ def movements(model: nn.Module, *seed: int) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def move(model: nn.Module, by: Iterable[torch.Tensor]) -> None:
-    """Training, of which the pseudo-gradient is `by`."""
+def shift(model: nn.Module, by: Iterable[torch.Tensor]) -> None:
+    """Changes parameters, without a step of any optimizer."""
     for parameter, change in zip(model.parameters(), by, strict=True):
         parameter.sub_(change)
+
+
+def move(model: nn.Module, by: Iterable[torch.Tensor]) -> None:
+    """Training, of which the pseudo-gradient is `by` after the next step."""
+    for parameter, change in zip(model.parameters(), by, strict=True):
+        if parameter.requires_grad:
+            parameter.grad = change.to(parameter.dtype)
 
 
 def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -65,8 +87,8 @@ def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def common(diloco: gradferry.DiLoCo) -> torch.Tensor:
-    """The common parameters, one after the other."""
-    return flat(diloco.state_dict()["common"].values())
+    """The global parameters, one after the other."""
+    return flat(diloco.state_dict()["global"].values())
 
 
 def bits_of(model: nn.Module) -> list[bytes]:

@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from training_alone import flat, move, movements, residuals
+from training_alone import flat, movements, residuals, shift
 from world import _context
 
 PARTS = 2
@@ -157,7 +157,7 @@ class Replica:
                 if self.job.dies == "between" and step == self.job.at:
                     os.kill(os.getpid(), signal.SIGKILL)
                 for part in self.parts:
-                    move(part, movements(part, number, self.number))
+                    shift(part, movements(part, number, self.number))
                 number += 1
                 self.inner.step()
                 if self.manager.current_step() > step:
@@ -253,7 +253,7 @@ class Replicas:
         return dict(sorted(found.items()))
 
     def expect_exact(self, replicas: list[list[int]], deaf: int | None = None) -> None:
-        """Every step was taken by replicas whose common parameters are equal to the bit, and whose
+        """Every step was taken by replicas whose global parameters are equal to the bit, and whose
         average is the mean of their changes, less what is withheld.
 
         Args:

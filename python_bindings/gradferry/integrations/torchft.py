@@ -20,8 +20,7 @@ from typing_extensions import Unpack
 from gradferry.core.config import make_config
 from gradferry.core.options import Options, takes_options
 from gradferry.core.warn import warn_or_log
-from gradferry.errors import ConfigError, PeerError, ProtocolError, StateError
-from gradferry.outer_steps import (
+from gradferry.diloco import (
     REFUSED,
     ReducerOfChanges,
     options_of_changes,
@@ -29,8 +28,9 @@ from gradferry.outer_steps import (
     take_up,
     withheld_by,
 )
+from gradferry.errors import ConfigError, PeerError, ProtocolError, StateError
 from gradferry.reducer import BUCKET_CAP_MB, Work, bucket_cap, calls_of, check_config
-from gradferry.reduction.common_parameters import checked_decay
+from gradferry.reduction.global_parameters import checked_decay
 
 _INSTALL = 'pip install "gradferry[torchft]"'
 try:
@@ -179,7 +179,8 @@ class FragmentAverages:
     def _post(self) -> None:
         changes: dict[str, Any] = dict(self._fragment._grads)
         reducer = self._reducer_of_quorum(changes)
-        self._withheld = reducer.fade(self._decay)
+        self._withheld = reducer.before_average()
+        reducer.fade(self._withheld, self._decay)
         # Spares add zeros, and torchft divides the sum by the number of participants.
         takes_part = self._manager.is_participating()
         share = reducer.world_size / self._manager.num_participants() if takes_part else 0.0

@@ -1,0 +1,817 @@
+"""What ranks that train alone have in common: the global parameters, and their outer optimizer.
+
+`GlobalParameters` also sees what else happens to the model between two steps of its optimizers:
+parameters that were loaded, replaced, frozen, or that an optimizer keeps copies of.
+"""
+
+from __future__ import annotations
+
+import io
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from gradferry import _native
+from gradferry.core.agreement import (
+    Record,
+    error_record,
+    gather_records,
+    meeting_place,
+    odd_one,
+    on_all_ranks,
+    raise_first_error,
+)
+from gradferry.core.device import CPU
+from gradferry.core.meeting import say_failed, wait_or_hear, world_ranks
+from gradferry.core.values import as_whole
+from gradferry.errors import (
+    ConfigError,
+    DivergedError,
+    GradferryError,
+    PeerError,
+    ProtocolError,
+    StateError,
+)
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Answer = TypeVar("Answer")
+
+_MAKE_ANEW = "the model must stay as it is; make a new DiLoCo on every rank"
+_SAMPLE = 64  # elements of each parameter that are looked at before and after every inner step
+_MOST_NUMBERS = 1 << 10  # in an option of an optimizer that is a tensor
+
+
+def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The outer optimizer of arXiv 2311.08105; on the host in one pass through memory."""
+    fused = all(p.device == CPU and p.is_floating_point() for p in parameters)
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True, fused=fused or None)
+
+
+class GlobalParameters:
+    """Copies of a model's parameters as all ranks have them, in fp32 or better, with an optimizer.
+
+    Attributes:
+        names: of the parameters of the model that require grad.
+        tensors: the global parameters, in this order: of this rank's shards under FSDP2.
+        changes: the pseudo-gradients, global minus local, and then their average over ranks: of the
+            shapes of `tensors`, and in memory one behind the other, so that a Reducer need not copy
+            them.
+        outer: the optimizer of `tensors`.
+        device: of all these.
+
+    Args:
+        model: whose parameters they are.
+        optimizers: that train it.
+        device: ``"cpu"``, or that of the model.
+        make_outer: makes the outer optimizer.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        device: str | torch.device,
+        make_outer: MakeOptimizer,
+    ) -> None:
+        self._model, self._optimizers = model, list(optimizers)
+        self._parameters = _trained_by(optimizers, model)
+        self._frozen = {n: p for n, p in model.named_parameters() if n not in self._parameters}
+        self.names = list(self._parameters)
+        self.device = _place(device, self._local())
+        self._layout = self._layout_now()
+        self.tensors = [nn.Parameter(each) for each in self.copies()]
+        self.make_changes()
+        self.outer = _outer_optimizer(make_outer, self.tensors)
+        self._made = [type(self.outer).__name__, *described(self.outer)]
+        self.mark()
+
+    def make_changes(self) -> None:
+        """Zeros in new memory: for each dtype, views of one flat tensor."""
+        self.changes: list[torch.Tensor] = []
+        flats: dict[torch.dtype, torch.Tensor] = {}  # what is left of each
+        for dtype in {each.dtype for each in self.tensors}:
+            size = sum(each.numel() for each in self.tensors if each.dtype == dtype)
+            flats[dtype] = torch.zeros(size, dtype=dtype, device=self.device)
+        for each in self.tensors:
+            flat = flats[each.dtype]
+            self.changes.append(flat[: each.numel()].view(each.shape))
+            flats[each.dtype] = flat[each.numel() :]
+
+    def agree(
+        self,
+        act: Callable[[], Record],
+        check: Callable[[list[Record]], Answer],
+        group: dist.ProcessGroup,
+        problem: GradferryError | None = None,
+    ) -> Answer:
+        """Has `check` look at what `act` returned on every rank of the group. Collective.
+
+        Under FSDP2 each shard has such a group: ranks of one model tell each other what was raised
+        there, so that none of them goes on with its shard.
+
+        Args:
+            act, check: what they raise is raised on all ranks.
+            group: of the ranks that average.
+            problem: what this rank is to raise; the others need not wait for it.
+
+        Returns:
+            What `check` returned.
+        """
+        try:
+            if problem is not None:
+                say_failed(group)  # else who has no problem would wait for this rank
+            else:
+                answer = check(on_all_ranks(act, group, meeting_place(group, self.device)))
+        except GradferryError as error:
+            problem = error
+        for beside, device in self._shard_groups():
+            try:
+                record = {} if problem is None else error_record(problem)
+                records = gather_records(record, beside, meeting_place(beside, device))
+                raise_first_error(records, beside)
+            except GradferryError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+        return answer
+
+    def tell_failed(self, group: dist.ProcessGroup) -> None:
+        """Whoever waits for this rank in `agree` waits no longer."""
+        for each in [group, *(beside for beside, _ in self._shard_groups())]:
+            say_failed(each)
+
+    def _shard_groups(self) -> list[tuple[dist.ProcessGroup, torch.device]]:
+        """The groups over which FSDP2 spreads the model, and the device of what this rank has."""
+        found: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
+        for parameter in self._parameters.values():
+            mesh = getattr(parameter, "device_mesh", None)
+            for group in [] if mesh is None else mesh.get_all_groups():
+                found[group.group_name] = group, _own_part(parameter).device
+        return [found[name] for name in sorted(found)]
+
+    def record(self) -> Record:
+        """What must be equal on all ranks."""
+        shards: list[Any] = [p for p in self._parameters.values() if _is_shard(p)]
+        places = {
+            str((p.placements, p.device_mesh.shape, p.device_mesh.get_coordinate())) for p in shards
+        }
+        return {
+            "shard (group= is of ranks with the same one)": ", ".join(sorted(places)),
+            "parameters": [
+                {
+                    "name": name,
+                    "shape": list(_own_part(each).shape),
+                    "dtype": str(each.dtype),
+                    "frozen": name in self._frozen,
+                }
+                for name, each in [*self._parameters.items(), *self._frozen.items()]
+            ],
+            "outer optimizer as it was made": self._made,
+        }
+
+    def _local(self) -> list[torch.Tensor]:
+        """What this rank has of the model's parameters, which FSDP2 spreads over ranks."""
+        parameters = list(self._parameters.values())
+        if any(map(_is_shard, parameters)):
+            # Not above: it takes longer to import than all the rest.
+            from torch.distributed.fsdp import FSDPModule
+
+            # A module that a forward pass has left whole would go on with what it has gathered.
+            for module in self._model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return [_own_part(parameter) for parameter in parameters]
+
+    def _layout_now(self) -> list[tuple[tuple[int, ...], str]]:
+        return [(tuple(now.shape), str(now.dtype)) for now in self._local()]
+
+    def copies(self) -> list[torch.Tensor]:
+        """Where the model is, as the global parameters would hold it."""
+        return [
+            now.to(
+                self.device,
+                torch.promote_types(now.dtype, torch.float32),
+                copy=True,
+                # Fused optimizers go through memory without a look at strides.
+                memory_format=torch.contiguous_format,
+            )
+            for now in self._local()
+        ]
+
+    # --- what happens between two steps ---
+
+    def expect_same_model(self) -> None:
+        """The model has the parameters that it had.
+
+        Raises:
+            StateError: one was replaced, removed, added, unfrozen or converted.
+        """
+        self._local()  # has FSDP2 put the shards into the modules
+        now = dict(self._model.named_parameters())
+        for name, parameter in {**self._parameters, **self._frozen}.items():
+            if now.get(name) is not parameter:
+                what = "replaced" if name in now else "removed"
+                raise StateError(f"the parameter {name!r} was {what}; {_MAKE_ANEW}")
+        for name, parameter in now.items():
+            if parameter.requires_grad and name not in self._parameters:
+                raise StateError(f"the parameter {name!r} was added or unfrozen; {_MAKE_ANEW}")
+        for name, was, is_now in zip(self.names, self._layout, self._layout_now(), strict=True):
+            if was != is_now:
+                raise StateError(f"the parameter {name!r} is {is_now}, and was {was}; {_MAKE_ANEW}")
+        own = set(map(id, now.values()))
+        for each in self._optimizers:
+            if not _held_by(each) <= own:
+                raise StateError(
+                    f"{type(each).__name__} got parameters that the model lacks, which every rank "
+                    f"would train alone; {_MAKE_ANEW}"
+                )
+
+    def has_any_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer would move a parameter that the model has, or had."""
+        own = {id(p) for p in (*self._parameters.values(), *self._model.parameters())}
+        return not own.isdisjoint(_held_by(optimizer))
+
+    def frozen(self) -> dict[str, bool]:
+        """Parameters that were frozen since the beginning, and whether `measure` has seen them
+        move.
+        """
+        return {
+            name: bool(change.any())
+            for name, change in zip(self.names, self.changes, strict=True)
+            if not self._parameters[name].requires_grad
+        }
+
+    def mark(self) -> None:
+        """What the parameters are now is what `changed` compares with."""
+        self._hashes: list[int] | None = None  # of the model in a state that was loaded
+        self._places, self._sample = self._places_now(), self._sample_now()
+
+    def local_hashes(self, local: Sequence[torch.Tensor] | None = None) -> list[int]:
+        """A hash of the bits of each parameter of the model, or of what `local_copy` returned."""
+        return _native.parameter_hashes(list(local or self._local()))
+
+    @torch.no_grad()
+    def changed(self, *, at_start: bool) -> list[str]:
+        """Parameters that something other than an optimizer has changed since `mark`, or since the
+        state was saved that was loaded. A change and its reversal are none.
+
+        Versions of tensors tell where to look, and a sample of each parameter what there is. Writes
+        through ``.data`` leave no version: the sample is compared without it at the start of a
+        period, and on the host always.
+
+        Args:
+            at_start: of a period, where the model had the global parameters.
+        """
+        places = self._places_now()
+        if self._hashes is not None:
+            pairs = zip(self.names, self._hashes, self.local_hashes(), strict=True)
+            names = [name for name, was, now in pairs if was != now]
+        elif at_start and places != self._places:
+            names = self.apart()
+        elif at_start or places != self._places or self._sample.device == CPU:
+            differ = ~torch.isclose(self._sample, self._sample_now(), 0, 0, equal_nan=True)
+            sizes = [_size_of_sample(_own_part(p)) for p in self._parameters.values()]
+            parts = zip(self.names, differ.split(sizes), strict=True)
+            names = [name for name, part in parts if part.any()]
+        else:
+            return []
+        if not names and (places != self._places or self._hashes is not None):
+            self.mark()
+        return names
+
+    @torch.no_grad()
+    def apart(self) -> list[str]:
+        """Parameters of the model that are not the global ones."""
+        return [
+            name
+            for name, start, now in zip(self.names, self.tensors, self._local(), strict=True)
+            if not torch.equal(start.to(now.device, now.dtype), now)
+        ]
+
+    def _places_now(self) -> list[tuple[int, int]]:
+        own = map(_own_part, self._parameters.values())
+        return [(each.data_ptr(), each._version) for each in own]
+
+    @torch.no_grad()
+    def _sample_now(self) -> torch.Tensor:
+        parts = [_sample_of(_own_part(each)) for each in self._parameters.values()]
+        return torch.cat([each.to(parts[0].device) for each in parts])
+
+    def _copies_in_optimizers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Which tensors in the state of optimizers are the model's parameters, such as master
+        weights, each with the global parameter: by key, if all are, and not all of them are zero.
+        """
+        index = {id(p): i for i, p in enumerate(self._parameters.values())}
+        found: dict[tuple[int, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        are_others, certain = set(), set()
+        local = self._local()
+        for number, optimizer in enumerate(self._optimizers):
+            for parameter, kept in optimizer.state.items():
+                i = index.get(id(parameter))
+                for key, value in kept.items() if i is not None else ():
+                    name = number, key
+                    if not isinstance(value, torch.Tensor) or name in are_others:
+                        continue
+                    if not _are_equal(copy := _own_part(value), local[i]):
+                        are_others.add(name)
+                        continue
+                    found.setdefault(name, []).append((copy, self.tensors[i]))
+                    if copy.numel() > 1 and copy.any():
+                        certain.add(name)
+        return [pair for name in certain - are_others for pair in found[name]]
+
+    # --- an outer step ---
+
+    @torch.no_grad()
+    def measure(self, loaded: Sequence[torch.Tensor] | None) -> None:
+        """Sets `changes` to the pseudo-gradients of this rank.
+
+        Args:
+            loaded: the parameters from which it has trained, if not the global ones.
+
+        Raises:
+            StateError: the model has other parameters than before, or one is not finite.
+        """
+        self.expect_same_model()
+        local = self._local()
+        starts = loaded or self.tensors
+        for start, now, change in zip(starts, local, self.changes, strict=True):
+            # The model began with the global parameters as its dtype can hold them.
+            began = start.to(now.dtype).to(change.dtype)
+            torch.sub(began, now.to(change.device, change.dtype), out=change)
+        for name, change in zip(self.names, self.changes, strict=True):
+            if not _is_finite(change):
+                raise StateError(
+                    f"{name!r} has come to NaN or infinity, so that no rank takes this outer step; "
+                    "look at the loss of this rank, and go on from a checkpoint"
+                )
+
+    def apply(self, absent: Iterable[str], loaded: Sequence[torch.Tensor] | None) -> None:
+        """Steps the outer optimizer with the averages in `changes`, and moves the model there.
+
+        Args:
+            absent: parameters without a pseudo-gradient, which stay where they are.
+            loaded: what becomes the global parameters first, with an optimizer that begins anew.
+        """
+        if loaded is not None:
+            with torch.no_grad():
+                for start, copy in zip(self.tensors, loaded, strict=True):
+                    start.copy_(copy)
+            self.outer.state.clear()
+        without = set(absent)
+        for name, start, change in zip(self.names, self.tensors, self.changes, strict=True):
+            start.grad = None if name in without else change
+        self.outer.step()
+        self.outer.zero_grad(set_to_none=True)
+        self.go_on_from_here()
+
+    @torch.no_grad()
+    def go_on_from_here(self) -> None:
+        """Moves the model, and the copies of it that optimizers keep, to the global parameters."""
+        copies = self._copies_in_optimizers()
+        self.show()
+        for copy, start in copies:
+            copy.copy_(start)
+        self.mark()
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Moves the model to the global parameters."""
+        for start, now in zip(self.tensors, self._local(), strict=True):
+            now.copy_(start)
+
+    def local_copy(self) -> list[torch.Tensor]:
+        """Where the model is."""
+        return [now.clone() for now in self._local()]
+
+    @torch.no_grad()
+    def move_back(self, to: Sequence[torch.Tensor]) -> None:
+        """Moves the model to what `local_copy` returned."""
+        for now, before in zip(self._local(), to, strict=True):
+            now.copy_(before)
+
+    def hashes(self) -> list[int]:
+        """A hash of the bits of each global parameter."""
+        return _native.parameter_hashes([each.detach() for each in self.tensors])
+
+    def expect_equal(
+        self, hashes: Sequence[Sequence[int]], group: dist.ProcessGroup, step: int
+    ) -> None:
+        """Compares the hashes of all ranks of a group.
+
+        Raises:
+            DivergedError: naming the first parameter and rank that differ from most others.
+        """
+        if (found := odd_one(hashes)) is None:
+            return
+        odd, usual = found
+        rows = zip(self.names, hashes[usual], hashes[odd], strict=False)
+        name = next((name for name, one, other in rows if one != other), self.names[0])
+        ranks = world_ranks(group)
+        raise DivergedError(
+            f"the global parameter {name!r} of rank {ranks[odd]} differs from that of rank "
+            f"{ranks[usual]} at outer step {step}; load the same checkpoint on every rank"
+        )
+
+    # --- handed on ---
+
+    def frozen_hashes(self) -> list[int]:
+        """Of the parameters that were frozen from the beginning."""
+        return _native.parameter_hashes([_own_part(each) for each in self._frozen.values()])
+
+    @torch.no_grad()
+    def hand_on(
+        self,
+        source: int,
+        group: dist.ProcessGroup,
+        place: torch.device,
+        *,
+        anybody: bool,
+        me: bool,
+        frozen: bool,
+    ) -> None:
+        """Gives what the rank `source` has to ranks that lack it: always the options of the outer
+        optimizer. Collective.
+
+        Args:
+            source: the rank in the group.
+            group: of the ranks.
+            place: a device that the group has a backend for.
+            anybody: whether a rank takes the global parameters and the state of their optimizer.
+            me: whether this rank does.
+            frozen: whether a newcomer takes the parameters that were frozen from the beginning.
+
+        Raises:
+            ProtocolError: what has come fits no such optimizer.
+            PeerError: a rank was lost. Nothing was changed here.
+        """
+        gives = group.rank() == source
+
+        def travel(message: torch.Tensor) -> torch.Tensor:
+            message = message.to(place).contiguous()
+            raw = message.flatten().view(torch.uint8)  # backends lack some dtypes
+            try:
+                wait_or_hear(group.broadcast(raw, source), group)
+            except RuntimeError as error:
+                say_failed(group)  # to ranks that are not connected with the one that was lost
+                raise PeerError(
+                    f"a rank was lost while newcomers got what the others have: {error}"
+                ) from error
+            return message
+
+        packed = pack(self.outer, with_state=anybody) if gives else b""
+        (size,) = travel(torch.tensor([len(packed)])).tolist()
+        if not 0 < size < 1 << 40:
+            raise ProtocolError(f"a rank says that its outer optimizer has {size} bytes")
+        data = bytearray(packed.ljust(size, b"\0"))
+        data = bytearray(travel(torch.frombuffer(data, dtype=torch.uint8)).cpu().numpy().tobytes())
+        state = unpack(bytes(data), self.outer)
+        taken = list(self.tensors) if anybody else []
+        handed = [each.detach() for each in taken]
+        handed += [_own_part(each) for each in self._frozen.values()] if frozen else []
+        received = [travel(each if gives else torch.empty_like(each)) for each in handed]
+        for index, (own, message) in enumerate(zip(handed, received, strict=True)):
+            if me or index >= len(taken):
+                own.copy_(message)
+        if me and anybody:
+            mine = self.outer.state_dict()["param_groups"]
+            self.outer.load_state_dict({"state": state, "param_groups": mine})
+
+    # --- saved ---
+
+    def saved(self, local: Sequence[torch.Tensor] | None) -> dict[str, Any]:
+        """Copies, by name, and of what the outer optimizer keeps.
+
+        Args:
+            local: what `local_copy` has returned, where the model is elsewhere.
+        """
+        return {
+            "global": {
+                name: start.detach().clone()
+                for name, start in zip(self.names, self.tensors, strict=True)
+            },
+            "local": self.local_hashes(local),
+            "outer_type": type(self.outer).__name__,
+            "outer": _copied(self.outer.state_dict()),
+        }
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Any], also: Callable[[], None]) -> None:
+        """Restores what `saved` returned, and what `also` does, or nothing. Checks what was saved
+        beside it as ``loaded``: None, or `copies`.
+
+        Raises:
+            StateError: it is of another model, or damaged; or what `also` raises.
+        """
+        values, local, loaded = (saved.get(key) for key in ("global", "local", "loaded"))
+        if not isinstance(values, Mapping) or list(values) != self.names:
+            raise StateError(
+                "the saved state has global parameters of another model; load it with the model it "
+                "was saved with"
+            )
+        if not _are_hashes(local, len(self.names)):
+            raise StateError("the saved state lacks hashes of the model; it was damaged")
+        if loaded is not None and not (isinstance(loaded, list) and len(loaded) == len(values)):
+            raise StateError("the saved state lacks parameters that were loaded; it was damaged")
+        named = list(zip(self.names, self.tensors, strict=True))
+        for value, (name, start) in zip(
+            [*values.values(), *(loaded or ())], 2 * named, strict=False
+        ):
+            fits = isinstance(value, torch.Tensor) and value.dtype == start.dtype
+            if not fits or value.shape != start.shape or not value.isfinite().all():
+                raise StateError(
+                    f"the saved global parameter {name!r} is no finite tensor of shape "
+                    f"{tuple(start.shape)} and {start.dtype}, as this model needs; it was damaged, "
+                    "or is of another model"
+                )
+        before = _copied(self.outer.state_dict())
+        try:
+            try:
+                if saved["outer_type"] != type(self.outer).__name__:
+                    raise ValueError(f"{saved['outer_type']}")
+                # An optimizer goes on in the tensors that it loads, where they fit as they are.
+                self.outer.load_state_dict(_copied(saved["outer"]))
+                _expect_fitting(self.outer.state.items())
+            except (LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+                raise StateError(
+                    f"the saved outer optimizer is another one than this: {error}; give outer= as "
+                    "it was"
+                ) from error
+            also()
+        except BaseException:
+            self.outer.load_state_dict(before)
+            raise
+        for name, start in zip(self.names, self.tensors, strict=True):
+            start.copy_(values[name])
+        self._hashes = list(local)  # of the model, before it is loaded or after
+
+
+def _copied(state: Any) -> Any:
+    """The state of an optimizer with contiguous copies of its tensors, on the same devices."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    return tree_map_only(torch.Tensor, copy, state)
+
+
+def _expect_fitting(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> None:
+    """What an optimizer keeps of a tensor is finite, and of its shape, also with a size of 1
+    instead of any other: means over a dimension, as Adafactor's. Raises ValueError.
+    """
+    for tensor, kept in states:
+        for key, value in kept.items():
+            if not isinstance(value, torch.Tensor) or not value.dim():
+                continue
+            sizes = zip(value.shape, tensor.shape, strict=False)
+            fits = value.dim() == tensor.dim() and all(own in (1, size) for own, size in sizes)
+            if not fits or not value.isfinite().all():
+                raise ValueError(f"its {key} is not finite, or of another shape")
+
+
+def _are_hashes(given: object, number: int) -> bool:
+    is_list = isinstance(given, list | tuple) and len(given) == number
+    return is_list and all(type(each) is int for each in given)  # type: ignore[attr-defined]
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are finite, in one pass and without a boolean tensor."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return not real.numel() or bool(torch.stack(real.aminmax()).isfinite().all())
+
+
+def _is_shard(parameter: torch.Tensor) -> bool:
+    return hasattr(parameter, "to_local")
+
+
+def _own_part(tensor: Any) -> torch.Tensor:
+    """Of a DTensor this rank's."""
+    return (tensor._local_tensor if _is_shard(tensor) else tensor).detach()
+
+
+def _size_of_sample(tensor: torch.Tensor) -> int:
+    return min(tensor.numel(), _SAMPLE) * (1 + tensor.is_complex())
+
+
+def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Elements from all over it, in fp64."""
+    count = tensor.numel()
+    size = min(count, _SAMPLE)
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    if sum((n - 1) * stride for n, stride in strides) + 1 == count:  # in any order, and no copy
+        part = tensor.as_strided((size,), (max(1, count // _SAMPLE),))
+    else:
+        part = tensor.reshape(-1)[:: max(1, count // _SAMPLE)][:size]
+    if part.is_complex():
+        part = torch.view_as_real(part).reshape(-1)
+    return part.double()
+
+
+def _are_equal(copy: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter, or rounds to it."""
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(parameter.device, parameter.dtype)
+
+    if copy.shape != parameter.shape or copy.is_complex() != parameter.is_complex():
+        return False
+    begin = (slice(0, 1),) * copy.dim()
+    same = torch.equal(rounded(copy[begin]), parameter[begin])
+    return same and torch.equal(rounded(copy), parameter)
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _is_plain(value: object) -> bool:
+    """Whether another rank can have this option."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() <= _MOST_NUMBERS and not _is_shard(value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return type(value) in (list, tuple) and all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
+        for group in optimizer.param_groups
+    ]
+
+
+def _text(value: object) -> str:
+    """In which two options are equal only if their types are."""
+    return repr(tree_map_only(torch.Tensor, lambda t: [str(t.dtype), t.tolist()], value))
+
+
+def described(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
+    """The options of an optimizer's groups, for comparison with those of other ranks."""
+    return [{key: _text(value) for key, value in group.items()} for group in _options(optimizer)]
+
+
+def pack(optimizer: torch.optim.Optimizer, *, with_state: bool = False) -> bytes:
+    """The options of an optimizer and, if asked for, its state."""
+    file = io.BytesIO()
+    state = optimizer.state_dict()["state"] if with_state else {}
+    torch.save({"groups": _options(optimizer), "state": state}, file)
+    return file.getvalue()
+
+
+def unpack(packed: bytes, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """Takes the options that another rank has `pack`ed, and returns the state. What is equal
+    already stays the same object; a tensor that is not is replaced by another.
+
+    Raises:
+        ProtocolError: it fits no such optimizer. Nothing was changed.
+    """
+    try:
+        content = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+        state, groups = content["state"], content["groups"]
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        _expect_fitting((own[index], kept) for index, kept in state.items())
+        pairs = list(zip(optimizer.param_groups, groups, strict=True))
+        theirs = [{key: (value, _text(value)) for key, value in each.items()} for _, each in pairs]
+        if any("params" in each or not _is_plain(each) for _, each in pairs):
+            raise ValueError("an option is none")
+    except Exception as error:  # whatever bytes may do
+        raise ProtocolError(
+            f"what a rank says of its outer optimizer fits none of these parameters: {error}; "
+            "start every rank with the same code"
+        ) from error
+    for (group, _), options in zip(pairs, theirs, strict=True):
+        for key, (value, text) in options.items():
+            mine = group.get(key)
+            if key not in group or _text(mine) != text:
+                is_tensor = isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor)
+                group[key] = value.to(mine.device) if is_tensor else value
+    return dict(state)
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+def checked_optimizers(given: object) -> list[torch.optim.Optimizer]:
+    """One optimizer, or a list of them.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    optimizers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer={type(each).__name__} is no torch.optim.Optimizer, nor a list of them"
+            )
+    if not optimizers:
+        raise ConfigError("optimizer=[] has no optimizer")
+    if len(set(map(id, optimizers))) != len(optimizers):
+        raise ConfigError("optimizer= has one optimizer twice")
+    return optimizers
+
+
+def checked_period(sync_every: Any) -> int:
+    """Inner steps of a period. Raises ConfigError."""
+    steps = as_whole(sync_every)
+    if steps is None or steps < 1:
+        raise ConfigError(f"sync_every={sync_every!r} must be a number of steps, 1 or more")
+    return steps
+
+
+def checked_decay(decay: Any) -> float:
+    """By what a residual is multiplied before an average. Raises ConfigError."""
+    is_number = isinstance(decay, numbers.Real) and not isinstance(decay, bool)
+    if not is_number or not 0 < decay <= 1:
+        raise ConfigError(f"residual_decay={decay!r} must be above 0 and at most 1")
+    return float(decay)
+
+
+def refuse_average_of_every_step(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raises ConfigError where DistributedDataParallel averages gradients of these ranks, too."""
+    ranks = set(world_ranks(group))
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            averaged = set(world_ranks(module.process_group))
+            if len(ranks) > 1 and ranks <= averaged:
+                raise ConfigError(
+                    "DistributedDataParallel averages every step over all ranks of group=, so that "
+                    "DiLoCo has nothing to save; give DiLoCo the model without it, or make it of "
+                    "the ranks of one worker: DistributedDataParallel(model, process_group=...)"
+                )
+
+
+def _trained_by(
+    optimizers: Iterable[torch.optim.Optimizer], model: nn.Module
+) -> dict[str, nn.Parameter]:
+    """The parameters of the model that require grad, which these optimizers have."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model={type(model).__name__} is no torch.nn.Module")
+    named = dict(model.named_parameters())
+    own = {id(parameter) for parameter in named.values()}
+    trained: set[int] = set()
+    for each in optimizers:
+        if not _held_by(each) <= own:
+            raise ConfigError(
+                f"{type(each).__name__} has parameters that the model lacks; make it of "
+                "model.parameters(), after the model was wrapped"
+            )
+        trained |= _held_by(each)
+    parameters = {name: p for name, p in named.items() if p.requires_grad}
+    for name, parameter in parameters.items():
+        if id(parameter) not in trained:
+            raise ConfigError(
+                f"no optimizer has the parameter {name!r}; give all optimizers that train the "
+                "model, in a list, or freeze it with requires_grad_(False)"
+            )
+    if not parameters:
+        raise ConfigError("the model has no parameters that require grad")
+    return parameters
+
+
+def _place(device: str | torch.device, local: Sequence[torch.Tensor]) -> torch.device:
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r} is no device: {error}") from None
+    own = local[0].device
+    if wanted.type == "cpu":
+        return CPU
+    if wanted.type != own.type or wanted.index not in (None, own.index):
+        raise ConfigError(f"device={device!r} must be 'cpu' or that of the model, {str(own)!r}")
+    return own
+
+
+def _outer_optimizer(make: MakeOptimizer, tensors: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if not callable(make):
+        raise ConfigError(
+            f"outer={make!r} must be a function of parameters that returns an optimizer, such as "
+            "lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)"
+        )
+    try:
+        made = make(tensors)
+    except Exception as error:
+        raise ConfigError(f"outer= raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"outer returned {type(made).__name__}, which is no torch.optim.Optimizer"
+        )
+    if _held_by(made) != {id(each) for each in tensors}:
+        raise ConfigError("outer must return an optimizer of all parameters that it is given")
+    return made

@@ -1,0 +1,290 @@
+"""Random histories of a DiLoCo end where a model of the protocol does, which knows numbers alone.
+
+Parameters have one value in all their elements, in fp64: whole numbers of 2^-8, of which means over
+one, two and four ranks and halves are exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import gradferry
+import pytest
+import torch
+import torch.distributed as dist
+from gradferry.reduction import global_parameters
+from on_ranks import on_ranks
+from outcomes import attempt
+from torch import nn
+from training_alone import UNIT, still
+
+NAMES = ("weight", "bias")
+SYNC_EVERY = 3
+EVENTS = 16
+POINTS = 10  # of an outer step, at which `interrupting` can stop it
+Values = dict[str, float]
+
+
+class Expected:
+    """What the ranks have: the whole protocol, of numbers."""
+
+    def __init__(self, members: list[int]) -> None:
+        self.members = members
+        self.common, self.momentum = dict.fromkeys(NAMES, 0.0), dict.fromkeys(NAMES, 0.0)
+        self.local = {rank: dict(self.common) for rank in members}
+        self.loaded: dict[int, Values] = {}  # since the last outer step
+        self.frozen: set[str] = set()
+        self.since = self.outer_steps = 0
+
+    def step(self, moves: dict[int, Values]) -> bool:
+        """Whether the outer step that was due was taken, or none was."""
+        for rank in self.members:
+            for name in NAMES:
+                self.local[rank][name] -= 0 if name in self.frozen else moves[rank][name]
+        self.since += 1
+        return self.since < SYNC_EVERY or self.outer_step()
+
+    def outer_step(self) -> bool:
+        loaded = list(self.loaded.values())
+        if loaded and (
+            self.loaded.keys() != set(self.members) or loaded != loaded[:1] * len(loaded)
+        ):
+            return False
+        if loaded:
+            self.common, self.momentum = dict(loaded[0]), dict.fromkeys(NAMES, 0.0)
+        for name in NAMES:
+            gradients = [self.common[name] - self.local[rank][name] for rank in self.members]
+            if name in self.frozen and not any(gradients):
+                continue
+            self.momentum[name] = self.momentum[name] / 2 + sum(gradients) / len(gradients)
+            self.common[name] -= self.momentum[name]
+        self.local = {rank: dict(self.common) for rank in self.members}
+        self.loaded, self.since, self.outer_steps = {}, 0, self.outer_steps + 1
+        return True
+
+    def load(self, values: dict[int, Values]) -> None:
+        for rank, value in values.items():
+            if value == self.common:
+                self.loaded.pop(rank, None) if self.local[rank] != value else None
+            elif value != self.local[rank]:
+                self.loaded[rank] = dict(value)
+            self.local[rank] = dict(value)
+
+    def go_on_with(self, members: list[int]) -> None:
+        self.local = {rank: self.local.get(rank, dict(self.common)) for rank in members}
+        self.loaded = {rank: value for rank, value in self.loaded.items() if rank in members}
+        self.members = members
+
+
+class Real:
+    """One rank: a model, and its DiLoCo."""
+
+    def __init__(self, group: Any, start: float = 0.0) -> None:
+        self.model = nn.Module()
+        self.model.weight = nn.Parameter(torch.full((8, 40), start, dtype=torch.float64))
+        self.model.bias = nn.Parameter(torch.full((5,), start, dtype=torch.float64))
+        self.optimizer = still(self.model)
+        self.diloco = gradferry.DiLoCo(
+            self.model,
+            self.optimizer,
+            SYNC_EVERY,
+            "exact",
+            outer=lambda tensors: torch.optim.SGD(tensors, lr=1.0, momentum=0.5),
+            group=group,
+        )
+
+    def step(self, moves: Values) -> None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.full_like(parameter, moves[name])
+        self.optimizer.step()
+
+    def load(self, values: Values) -> None:
+        """As `load_state_dict`, or, as libraries do, past autograd."""
+        new = {name: torch.full_like(p, values[name]) for name, p in self.model.named_parameters()}
+        if random.random() < 0.5:  # by this rank alone
+            self.model.load_state_dict(new)
+        else:
+            for name, parameter in self.model.named_parameters():
+                parameter.data.copy_(new[name])
+
+    def saved(self) -> bytes:
+        file = io.BytesIO()
+        torch.save([self.model.state_dict(), self.diloco.state_dict()], file)
+        return file.getvalue()
+
+
+@contextlib.contextmanager
+def interrupting(diloco: Any, number: int) -> Iterator[None]:
+    """KeyboardInterrupt at one of the `POINTS` of an outer step."""
+    seen = 0
+
+    def count() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == number:
+            raise KeyboardInterrupt
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            count()
+            result = function(*arguments, **options)
+            count()
+            return result
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in (
+            (global_parameters, "on_all_ranks"),  # twice
+            (diloco._reducer, "before_average"),
+            (diloco._reducer, "all_reduce"),
+            (diloco._global, "apply"),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, around(getattr(owner, name))))
+        yield
+
+
+def drawn(rng: random.Random) -> Values:
+    return {name: UNIT * rng.randint(-64, 64) for name in NAMES}
+
+
+class History:
+    """Every rank draws the same events, and has its part in them."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.rank = random.Random(seed), dist.get_rank()
+        self.expected = Expected([0, 1, 2, 3])
+        self.real: Real | None = Real(dist.new_group())
+
+    def moves(self) -> dict[int, Values]:
+        return {rank: drawn(self.rng) for rank in range(4)}
+
+    def step(self) -> None:
+        moves = self.moves()
+        taken = self.expected.step(moves)
+        if self.real is not None:
+            outcome = attempt(lambda: self.real.step(moves[self.rank]))
+            assert outcome.error == (None if taken else "StateError"), outcome
+            assert taken or "rank" in outcome.text
+        if not taken:
+            self.load()  # on all ranks
+            self.step()
+
+    def load(self, ranks: int = 4) -> None:
+        """The same on the first ranks, or, if not on all, each its own."""
+        given = [drawn(self.rng) for _ in range(4)]
+        whose = self.expected.members[:ranks]
+        values = {rank: given[0 if ranks == 4 else rank] for rank in whose}
+        self.expected.load(values)
+        if self.real is not None and self.rank in values:
+            self.real.load(values[self.rank])
+
+    def load_on_some(self) -> None:
+        self.load(self.rng.randint(1, 3))
+
+    def swap(self) -> None:
+        """Weights of an average are evaluated, and taken back."""
+        if self.real is not None:
+            kept = {name: float(p.view(-1)[0]) for name, p in self.real.model.named_parameters()}
+            self.real.load(dict.fromkeys(NAMES, 77.0))
+            self.real.load(kept)
+            with self.real.diloco.global_parameters():
+                self.expect(self.expected.common)
+                self.real.load(dict.fromkeys(NAMES, 78.0))
+
+    def freeze(self) -> None:
+        self.expected.frozen ^= {"bias"}
+        if self.real is not None:
+            self.real.model.bias.requires_grad_("bias" not in self.expected.frozen)
+            self.real.model.bias.grad = None
+
+    def interrupt(self) -> None:
+        """A drawn point of the next outer step; then all that are left go on, or with others."""
+        victim, number = self.rng.choice(self.expected.members), self.rng.randint(1, POINTS)
+        while self.expected.since != SYNC_EVERY - 1:
+            self.step()
+        if len(self.expected.members) == 1 or self.expected.loaded:
+            return
+        moves = self.moves()
+        assert self.expected.step(moves)
+        if self.real is not None:
+            stopped = interrupting(self.real.diloco, number if self.rank == victim else 0)
+            with stopped, contextlib.suppress(gradferry.PeerError, KeyboardInterrupt):
+                self.real.step(moves[self.rank])
+        self.rejoin(self.expected.members)
+
+    def rejoin(self, members: list[int]) -> None:
+        self.expected.go_on_with(members)
+        group = dist.new_group(members)
+        if self.rank not in members:
+            if self.real is not None:
+                self.real.diloco.close()
+            self.real = None
+        elif self.real is None:
+            self.real = Real(group, start=5.0)
+        else:
+            self.real.diloco.rejoin(group)
+
+    def change_members(self) -> None:
+        """Half of the ranks leave, or come."""
+        few = len(self.expected.members) == 4
+        self.rejoin(
+            sorted(self.rng.sample(range(4), self.rng.choice((1, 2)))) if few else [0, 1, 2, 3]
+        )
+
+    def resume(self) -> None:
+        group, model_first = dist.new_group(self.expected.members), self.rng.random() < 0.5
+        if self.real is None:
+            return
+        saved, frozen = self.real.saved(), not self.real.model.bias.requires_grad
+        self.real.diloco.close()
+        self.real = Real(group, start=9.0)
+        model, diloco = torch.load(io.BytesIO(saved), weights_only=True)
+        if model_first:
+            self.real.model.load_state_dict(model)
+        self.real.diloco.load_state_dict(diloco)
+        self.real.model.load_state_dict(model)
+        self.real.model.bias.requires_grad_(not frozen)
+
+    def finish(self) -> None:
+        if self.expected.loaded:  # perhaps not the same
+            self.load()
+        if self.expected.since or self.expected.loaded:
+            assert self.expected.outer_step()
+        if self.real is not None:
+            self.real.diloco.finish()
+
+    def compare(self) -> None:
+        if self.real is None:
+            return
+        expected = self.expected
+        self.expect(expected.local[self.rank])
+        assert self.real.diloco.stats()["outer_steps"] == expected.outer_steps
+        for name, value in self.real.diloco.state_dict()["global"].items():
+            assert (value == expected.common[name]).all(), name
+
+    def expect(self, values: Values) -> None:
+        assert self.real is not None
+        for name, parameter in self.real.model.named_parameters():
+            assert (parameter == values[name]).all(), name
+
+
+@pytest.mark.filterwarnings("ignore::gradferry.GradferryWarning")  # what an interrupted rank lacks
+@pytest.mark.parametrize("seed", range(6))
+@on_ranks(4)
+def test_histories_end_where_the_model_does(seed: int) -> None:
+    history = History(seed)
+    often = [history.step] * 5
+    seldom = [history.load, history.load_on_some, history.swap, history.freeze]
+    members = [history.interrupt, history.interrupt, history.change_members, history.resume]
+    for _ in range(EVENTS):
+        history.rng.choice([*often, *seldom, *members])()
+        history.compare()
+    history.finish()
+    history.compare()
