@@ -146,7 +146,7 @@ test-slow: $(valgrind_ready)  ## what `make test` leaves out: slow tests, saniti
 	@$(MAKE) -s sim-threads
 	@$(MAKE) -s fuzz FUZZ_SECONDS=20
 	@rm -f $(torch_tidy)
-	@$(MAKE) lint TIDY=--alone
+	@$(MAKE) lint UNITY=OFF
 	@$(quiet) build/all_gpus.log env -u CUDAARCHS cmake -S . -B build/all_gpus -G Ninja \
 	    -DCMAKE_BUILD_TYPE=Release -DGRADFERRY_WERROR=ON -DGRADFERRY_TESTS=ON
 	@$(quiet) build/all_gpus.log --show 'Built target|Linking' env -u CUDAARCHS cmake --build build/all_gpus
@@ -230,7 +230,8 @@ torch_rooms := hooks python_bindings tests/reducer tests/faults/sim tests/engine
 torch_sources := $(filter $(torch_rooms:%=%/%.cpp),$(cpp_files))
 core_sources := $(filter-out $(torch_sources),$(filter %.cpp,$(cpp_files)))
 core_tidy := $(core_sources:%=build/lint/%.tidy)
-torch_tidy := $(torch_rooms:%=build/lint/torch-$(TORCH)/%.tidy)
+torch_tidy := build/lint/torch-$(TORCH).tidy
+UNITY ?= ON
 
 lint: $(package_ready) $(lint_ready)  ## formatting, static analysis, types, stubs, dependency laws, words
 	@$(bin)/clang-format --dry-run --Werror $(cpp_files)
@@ -250,19 +251,19 @@ format: $(lint_ready)  ## rewrite what `make lint` would complain about
 	@$(bin)/ruff check --quiet --fix .
 	@$(bin)/ruff format --quiet .
 
-# One stamp per source, or per room where sources include torch; a header of ours that changes is
-# looked at again through every source. TIDY=--alone has the rooms' sources checked one by one.
+# One stamp per source, or one for all that include torch; a header of ours that changes is looked at
+# again through every source. UNITY=OFF has the latter checked one by one, not target by target.
 build/lint/%.tidy: % .clang-tidy $(cpp_headers) | $(core_ready) $(lint_ready)
 	@$(quiet) build/lint/$*.log $(bin)/clang-tidy -p build/core --quiet \
 	    --extra-arg=-Wno-unknown-warning-option $<
 	@touch $@
 
-$(foreach room,$(torch_rooms),$(eval \
-    build/lint/torch-$(TORCH)/$(room).tidy: $(filter $(room)/%,$(torch_sources))))
-$(torch_tidy): build/lint/torch-$(TORCH)/%.tidy: tests/lint/tidy_together.py .clang-tidy \
-    $(cpp_headers) | $(package_ready) $(lint_ready)
-	@$(quiet) $(@:.tidy=.log) $(bin)/python $< $(bin)/clang-tidy \
-	    $(lastword $(wildcard $(package_build)/*))/compile_commands.json $* $(@:.tidy=) $(TIDY)
+$(torch_tidy): CMakePresets.json .clang-tidy $(torch_sources) $(cpp_headers) | $(package_ready) $(lint_ready)
+	@$(quiet) $(@:.tidy=.log) cmake --preset tidy -DPython_EXECUTABLE=$(abspath $(bin))/python \
+	    -DCMAKE_UNITY_BUILD=$(UNITY)
+	@$(quiet) $(@:.tidy=.log) $(bin)/run-clang-tidy.py -p build/tidy -quiet -j $(JOBS) \
+	    -clang-tidy-binary $(bin)/clang-tidy -extra-arg=-Wno-unknown-warning-option \
+	    -checks=-bugprone-suspicious-include
 	@touch $@
 
 # --- set-up ----------------------------------------------------------------------------------------
