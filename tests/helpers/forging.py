@@ -48,15 +48,13 @@ def tiles_of_buckets(ddp: DistributedDataParallel, layout: Layout) -> list[list[
 
 
 class Forger:
-    """A step through the lanes, with `change` applied to what this rank sends in `phase` of bucket
-    `wrong`. A bucket has one chunk.
+    """A step through the lanes, with `change` applied to what this rank sends in `phase` of the
+    first bucket. A bucket has one chunk.
     """
 
     rank = FORGER
 
-    def __init__(
-        self, scenario: Scenario, phase: str, change: dict[str, int], wrong: int = 0
-    ) -> None:
+    def __init__(self, scenario: Scenario, phase: str, change: dict[str, int]) -> None:
         model = ChosenGradients(scenario)
         ddp = DistributedDataParallel(model)
         self.join(ddp, scenario, [[rank] for rank in range(WORLD_SIZE)])
@@ -70,7 +68,7 @@ class Forger:
                     for rank in range(WORLD_SIZE)
                 ]
             )
-        self.phase, self.change, self.wrong = phase, change, wrong
+        self.phase, self.change = phase, change
         self.unfinished: list[Any] = []
         self.step = self.bucket = 0
 
@@ -105,7 +103,7 @@ class Forger:
         return self.step * len(self.sizes) + self.bucket
 
     def message(self, phase: int, name: str, sizes: list[int]) -> np.ndarray:
-        change = self.change if self.phase == name and self.bucket == self.wrong else {}
+        change = self.change if self.phase == name and self.bucket == 0 else {}
         payloads = [np.zeros(size, np.uint8) for size in sizes]
         if "corrupt" in change:
             # A full tile of q4: its first exponent byte.
@@ -159,7 +157,7 @@ class Forger:
             magic=Header.magic, wire_version=WIRE_VERSION, phase=COMMIT, source_rank=self.rank
         )
         fields.update(step=self.step, bucket=self.number)
-        wrong = self.bucket == self.wrong
+        wrong = self.bucket == 0
         change = self.change if self.phase == "commit" and wrong else {}
         if self.change.get("status") and wrong:
             change = {"status": self.change["status"], **change}
@@ -182,7 +180,7 @@ class Forger:
         send = torch.from_numpy(message)
         receive = torch.zeros(len(send) * len(self.ranks[lane]), dtype=torch.uint8)
         work = self.lanes[lane].all_gather(receive, send)
-        if self.bucket <= self.wrong:
+        if self.bucket == 0:
             work.wait()
         else:
             self.unfinished.append((work, receive))
