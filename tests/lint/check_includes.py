@@ -8,15 +8,23 @@ import re
 import sys
 from pathlib import Path
 
+TORCH = r"(torch|ATen|c10|pybind11)/|Python\.h$"
 ROOMS = ("include", "kernels", "hooks", "measure", "benchmarks", "python_bindings")
 # What must not include what: patterns of a path from the root or, where no file of ours has that
 # name, of the name. ROOM is the group of the first pattern.
 LAW = (
     (r"include/", r"(?!include/|[a-z_]+$)", "include/ uses the standard library alone"),
-    (r"kernels/", r"(torch|ATen|c10|pybind11)/|Python\.h$", "kernels/ must not know torch"),
+    (r"kernels/", TORCH, "kernels/ must not know torch"),
     (r"kernels/", r"(?!include|kernels)ROOMS/", "kernels/ knows include/ alone"),
-    (r"kernels/(\w+)/", r"kernels/(?!ROOM/|common/)\w+/", "the codec ROOM knows no other codec"),
+    (r"kernels/common/", r"kernels/(?!common/)\w+/", "kernels/common/ knows no codec"),
+    (
+        r"kernels/(?!common/|cuda/)(\w+)/",
+        r"kernels/(?!ROOM/|common/|cuda/)\w+/",
+        "the codec ROOM knows no other codec",
+    ),
     (r"hooks/", r"(?!include|hooks)ROOMS/", "hooks/ knows include/ alone"),
+    (r"hooks/protocol/", TORCH, "hooks/protocol/ must not know torch"),
+    (r"hooks/protocol/", r"hooks/[^/]+$", "hooks/protocol/ knows nothing else of hooks/"),
     (r"hooks/(?!host/)", r"hooks/host/", "hooks/host/ is for itself"),
     (r"hooks/(?!device/)", r"hooks/device/", "hooks/device/ is for itself"),
     (r"measure/", r"(?!include|kernels|measure)ROOMS/", "measure/ knows include/ and kernels/"),
