@@ -98,7 +98,7 @@ setup:  ## the environment, with gradferry and all that tests need built and ins
 	$(prepare) $(package_ready)
 	@echo "gradferry is installed in $(venv) for torch $(TORCH)"
 
-demo:  ## two ranks on this machine: what compression changes, with pictures
+demo:  ## two ranks on this machine: what compression changes, with a picture
 	@test -e $(demo_ready) || echo "Set-up: about 4 minutes on two cores, once; then 2 of training. Details are in build/*.log."
 	$(prepare) $(demo_ready)
 	@$(bin)/gradferry demo

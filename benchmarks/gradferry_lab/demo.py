@@ -13,10 +13,9 @@ from gradferry.errors import ConfigError, PeerError
 from rich.console import Console
 
 from gradferry_lab import flags
-from gradferry_lab.output.curves import THEMES, Axis, Curve, draw_loss_curves
-from gradferry_lab.output.html import Picture, Section, html_page
-from gradferry_lab.output.json_file import environment, save_rows
-from gradferry_lab.output.progress import StepDone, TrainingProgress
+from gradferry_lab.output.curves import Curve, draw_loss_curves
+from gradferry_lab.output.json_file import save_rows
+from gradferry_lab.output.progress import Doing, StatusLine
 from gradferry_lab.output.table import Column, Table, print_line, print_table
 from gradferry_lab.ranks.everywhere import run_everywhere
 from gradferry_lab.ranks.hosts import LOOPBACK, Where
@@ -79,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("demo_results"),
         metavar="DIR",
-        help="folder for loss_curves.png and index.html (default: %(default)s)",
+        help="folder for loss_curves.png (default: %(default)s)",
     )
     flags.add_json(parser)
 
@@ -101,15 +100,24 @@ def run(arguments: argparse.Namespace) -> int:
             print_line(console, line)
 
     def report(found: tuple[Sequence[TrainingRun], float], where: Where) -> int:
-        progress.close()
         runs, waited = found
         rows = [_row(task, run, steps, arguments.seed, where.link) for run in runs]
-        _report(console, task, section_of(rows, waited), rows, arguments)
+        curves = [Curve(run.hook, run.losses, run.cumulative_wire_bytes) for run in runs]
+        picture = arguments.out / "loss_curves.png"
+        picture.write_bytes(draw_loss_curves(curves, f"training loss, {task.metric}"))
+        console.print()
+        print_line(console, f"Loss against bytes sent: {picture}")
+        console.print()
+        print_table(console, demo_table(rows, waited))
+        if verdict := _verdict(rows):
+            console.print()
+            print_line(console, verdict)
+        save_rows(console, arguments.json, rows, results_of="demo")
         return 0
 
-    with TrainingProgress(console) as progress:
+    with StatusLine(console) as status:
         body = (task.name, hooks, steps, arguments.seed)
-        return run_everywhere(arguments, compare_hooks, body, progress, report)
+        return run_everywhere(arguments, compare_hooks, body, status, status.closing(report))
 
 
 def _choose_link(arguments: argparse.Namespace) -> list[str]:
@@ -183,7 +191,8 @@ def compare_hooks(
     for step in range(1, steps + 1):
         for training in in_turn:
             dist.barrier()  # no rank's step waits for another rank's step under another hook
-            emit(StepDone(training.hook, step, steps, training.step()))
+            text = f"step {step}/{steps}: {training.hook}, loss {training.step():.3f}"
+            emit(Doing(text, step / steps))
         in_turn.reverse()
     return [training.finish() for training in trainings], waited
 
@@ -212,53 +221,12 @@ def _row(task: Task, run: TrainingRun, steps: int, seed: int, link: str) -> dict
         "wire_bytes_formula": run.wire_bytes_formula,
         "ratio": run.fp32_bytes / sent if sent else None,
         "ms_per_step": run.ms_per_step,
-        "losses": run.losses,
-        "cumulative_wire_bytes": run.cumulative_wire_bytes,
     }
 
 
-def _report(
-    console: Console,
-    task: Task,
-    section: Section,
-    rows: Sequence[Row],
-    arguments: argparse.Namespace,
-) -> None:
-    table, (picture,) = section.table, section.pictures
-    page = html_page(table.title, f"{task.source}.", [section], environment())
-    folder: Path = arguments.out
-    (folder / "loss_curves.png").write_bytes(picture.light)
-    (folder / "index.html").write_text(page, encoding="utf-8")
-    console.print()
-    print_line(
-        console,
-        f"Loss against bytes sent: {folder / 'loss_curves.png'}; with this table: "
-        f"{folder / 'index.html'}",
-    )
-    console.print()
-    print_table(console, table)
-    if section.verdict:
-        console.print()
-        print_line(console, section.verdict)
-    save_rows(console, arguments.json, rows, results_of="demo")
-
-
-def section_of(rows: Sequence[Row], waited: float = 0.0) -> Section:
-    """Table, curves and verdict of the demo's rows.
-
-    waited: share of their time that threads of a rank waited for a processor.
-    """
-    task = load_task(rows[0]["task"])
-    curves = [Curve(row["hook"], row["losses"], row["cumulative_wire_bytes"]) for row in rows]
-    axis = Axis(f"training loss, {task.metric}")
-    light, dark = (draw_loss_curves(curves, axis, theme) for theme in THEMES)
-    picture = Picture("Training loss by bytes sent and by step, one curve per hook", light, dark)
-    return Section(_table(task, rows, waited), [picture], _verdict(rows))
-
-
-def _table(task: Task, rows: Sequence[Row], waited: float) -> Table:
-    plain = _plain_ddp(rows)
-    first = rows[0]
+def demo_table(rows: Sequence[Row], waited: float = 0.0) -> Table:
+    """The demo's rows. waited: share of their time that threads waited for a processor."""
+    task, plain, first = load_task(rows[0]["task"]), _plain_ddp(rows), rows[0]
     columns = [
         Column("hook", _name, is_number=False),
         Column("final\nloss", lambda row: f"{row['final_loss']:.4f}"),

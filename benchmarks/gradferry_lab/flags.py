@@ -84,9 +84,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="transformer",
-        help="transformer (19.2 M parameters, 4 x 64 bytes of text per rank), vgg (a convolutional "
-        "network, 9.8 M), embedding (a perceptron on embeddings, 12.9 M), small (a transformer of "
-        "0.87 M), or module:function for your own: a function without arguments that returns "
+        help="transformer (19.2 M parameters, 4 x 64 bytes of text per rank), small (a transformer "
+        "of 0.87 M), or module:function for your own: a function without arguments that returns "
         "(model, batch_fn), where model(*batch_fn()) is the loss (default: %(default)s)",
     )
 

@@ -65,24 +65,13 @@ def refused(*words: str, capsys: Any) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{", json.dumps({"schema": 1, "results_of": "demo", "rows": []})]
-)
-def test_a_damaged_or_foreign_file_is_refused_before_it_trains(
-    tmp_path: Path, content: str, capsys: Any
-) -> None:
+def test_a_foreign_file_is_refused_before_it_trains(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "results.json"
-    file.write_text(content)
+    file.write_text(json.dumps({"schema": 1, "results_of": "demo", "rows": []}))
     assert str(file) in refused("--json", str(file), capsys=capsys)
-    assert file.read_text() == content
 
 
 def test_what_torchft_or_a_task_has_not_is_refused(capsys: Any) -> None:
     with mock.patch("importlib.util.find_spec", return_value=None):
         text = refused("--codecs", "q4", "torchft:q4", capsys=capsys)
     assert 'torchft:q4: torchft is not installed here: pip install "gradferry[torchft]"' in text
-    found = mock.patch("importlib.util.find_spec")
-    for words in (["--codecs", "torchft"], ["--task", "text_10m"]):
-        with found:
-            text = refused(*words, "--optimizers", "Muon", capsys=capsys)
-        assert "give --optimizers AdamW" in text

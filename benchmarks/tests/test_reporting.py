@@ -10,30 +10,26 @@ import shlex
 import sys
 from datetime import datetime
 from math import comb
+from pathlib import Path
 
 import pytest
-from gradferry.ddp.interval import coverage_of, interval_of_median
+from gradferry.ddp.interval import Interval, coverage_of, interval_of_median
+from gradferry.diagnosis import Diagnosis, Step
 from gradferry.errors import ConfigError
-from gradferry_lab.output.curves import Axis, Curve, draw_loss_curves, running_mean
-from gradferry_lab.output.html import Picture, Section, html_page
+from gradferry_lab.bench.codec import codec_table
+from gradferry_lab.bench.collective import collective_table
+from gradferry_lab.bench.train import train_table
+from gradferry_lab.demo import demo_table
+from gradferry_lab.output.curves import Curve, draw_loss_curves, running_mean
 from gradferry_lab.output.json_file import environment, read_json, require_replaceable, write_json
 from gradferry_lab.output.paired import (
     coverage_note,
-    coverage_text,
     paired_difference,
     paired_ratio,
 )
-from gradferry_lab.output.progress import (
-    PartDone,
-    PieceDone,
-    StepDone,
-    TrainingProgress,
-    WorkProgress,
-)
+from gradferry_lab.output.progress import Doing, StatusLine
 from gradferry_lab.output.table import Column, Table, markdown_table, print_table, replace_section
 from rich.console import Console
-
-PNG_START = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture
@@ -76,18 +72,6 @@ def test_write_json_has_schema_environment_and_rows(tmp_path):
     assert read_json(path) == document
 
 
-def test_write_json_gives_every_row_a_line(tmp_path):
-    rows = [{"row": n, "list": [1, 2]} for n in range(3)]
-    write_json(tmp_path / "j", rows, {"cpu": "another"}, results_of="demo")
-    text = (tmp_path / "j").read_text()
-    assert [line for line in text.splitlines() if "row" in line][1:] == [
-        '{"row": 0, "list": [1, 2]},',
-        '{"row": 1, "list": [1, 2]},',
-        '{"row": 2, "list": [1, 2]}',
-    ]
-    assert json.loads(text)["environment"] == {"cpu": "another"}
-
-
 def test_a_file_of_something_else_is_not_replaced(tmp_path):
     path = tmp_path / "j"
     require_replaceable(path, "demo")
@@ -100,23 +84,6 @@ def test_a_file_of_something_else_is_not_replaced(tmp_path):
         path.write_text(damaged)
         with pytest.raises(ConfigError, match=str(path)):
             require_replaceable(path, "demo")
-
-
-def test_write_json_leaves_the_old_file_when_it_fails(tmp_path):
-    for rows in ([], [{"row": 1}]):
-        write_json(tmp_path / "j", rows, results_of="demo")
-        assert read_json(tmp_path / "j")["rows"] == rows
-    with pytest.raises(TypeError):
-        write_json(tmp_path / "j", [{"row": object()}], results_of="demo")
-    assert read_json(tmp_path / "j")["rows"] == [{"row": 1}]
-    assert [path.name for path in tmp_path.iterdir()] == ["j"]
-
-
-@pytest.mark.parametrize("content", ["", "[1]", '{"schema": 2, "rows": []}'])
-def test_read_json_refuses_other_files(content, tmp_path):
-    (tmp_path / "j").write_text(content)
-    with pytest.raises(ConfigError, match="j "):
-        read_json(tmp_path / "j")
 
 
 def test_markdown_table_has_every_cell_on_one_line(table):
@@ -136,84 +103,64 @@ def test_replace_section_touches_nothing_else(tmp_path):
         assert path.read_text() == ("before\n<!-- x -->\n\nnew\n\n<!-- end of x -->\nafter\n")
 
 
-@pytest.mark.parametrize("text", ["", "<!-- x -->\n", "<!-- end of x -->\n<!-- x -->\n"])
-def test_replace_section_needs_its_place(text, tmp_path):
-    path = tmp_path / "d.md"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="<!-- x -->"):
-        replace_section(path, "x", "new")
-    assert path.read_text() == text
-
-
-def test_draw_loss_curves_gives_a_png_and_draws_bands_on_a_log_axis():
+def test_draw_loss_curves_gives_a_png():
     assert running_mean([4.0, 2.0, 6.0, 1.0], 2) == [4.0, 3.0, 4.0, 3.5]
     curves = [Curve("q4", [3.0, 2.0], [10, 20]), Curve("off", [3.0, float("nan")], [0, 0])]
-    assert draw_loss_curves(curves, Axis("nats"), "dark").startswith(PNG_START)
-    axis = Axis("gap", smoothed=False, is_log=True)
-    plain, banded = (
-        draw_loss_curves([Curve("q4", [1.0, 1e-3], [10, 20], [5, 10], low, high)], axis)
-        for low, high in (((), ()), ([0.5, 1e-4], [2.0, 1e-2]))
-    )
-    assert plain.startswith(PNG_START)
-    assert plain != banded
+    assert draw_loss_curves(curves, "nats").startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_html_page_is_self_contained_and_escaped(table):
-    sections = [Section(table, [Picture("two curves", b"light", b"dark")])]
-    page = html_page("A <page>", "from <here>", sections, {"cpu": "A&B"})
-    assert "q4[bold]" in page
-    assert "&lt;b&gt;&amp;" in page
-    assert "<h1>A &lt;page&gt;</h1>" in page
-    assert "<h2>A &lt;title&gt;</h2>" in page
-    assert "A&amp;B" in page
-    sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', page)
-    assert len(sources) == 2
-    assert all(source.startswith("data:image/png;base64,") for source in sources)
-    assert "http" not in page
-    assert "prefers-color-scheme: dark" in page
-    page = html_page(table.title, "", [Section(table), Section(table)], {})
-    assert "<h2>" not in page  # a title is said once
-    assert page.count("<table>") == 2
+def test_a_status_without_a_terminal_is_a_line_now_and_then_with_the_time_left():
+    now, file = [0.0], io.StringIO()
+    with StatusLine(Console(file=file), clock=lambda: now[0]) as status:
+        for seconds, share in ((0.0, 0.0), (5.0, 0.25), (20.0, 0.5)):
+            now[0] = seconds
+            status(Doing(f"at {share}", share))
+        status.print("a piece is done")
+    assert file.getvalue() == "at 0.0\nat 0.5; about 20 s left\na piece is done\n"
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_shows_hook_and_loss(is_terminal):
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+@pytest.mark.parametrize(
+    ("name", "table_of"),
+    [
+        ("train_1gbit", train_table),
+        ("train_1gbit_2x4", train_table),
+        ("train_1gbit_hsdp", train_table),
+        ("collective_h100", collective_table),
+        ("codec_h100", lambda rows: codec_table(rows, "a GPU")),
+        ("demo", demo_table),
+    ],
+)
+def test_committed_results_fit_80_columns_and_every_column_is_shown_or_named(name, table_of):
+    made = table_of(read_json(RESULTS / f"{name}.json")["rows"])
+    lines = on_terminal(made)
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+    for column in made.columns:
+        assert any(part in line for line in lines for part in column.title.split("\n"))
+
+
+def on_terminal(table: Table, *, wide: bool = False) -> list[str]:
+    """The lines on a terminal of 80 columns."""
     file = io.StringIO()
-    with TrainingProgress(Console(file=file, force_terminal=is_terminal, width=80)) as progress:
-        for step in (1, 2, 3):
-            progress(StepDone("q4", step, 3, 2.5))
-    assert "q4" in file.getvalue()
-    assert "3/3" in file.getvalue()
-    assert "2.500" in file.getvalue()
+    print_table(Console(file=file, width=80, force_terminal=True), table, wide=wide)
+    return re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()).splitlines()
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_work_progress_shows_pieces_and_time_left(is_terminal):
-    now = [0.0]
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=is_terminal, width=120)
-    with WorkProgress(console, 3, 100.0, lambda: now[0]) as progress:
-        now[0] = 10.0
-        progress.part_done(PartDone(0, "first", 0.5, 20.0))
-        assert progress.time_left() == ""  # most of these seconds went into starting
-        progress.piece_done(PieceDone(0, "first: loss 1.5", 20.0))
-        assert progress.time_left() == "about 40 s left"
-        progress.part_done(PartDone(1, "second", 0.25, 80.0))
-        assert progress.time_left() == "about 15 s left"
-        now[0] = 19.9  # a line is 9.9 s old
-        progress.part_done(PartDone(1, "second", 0.275, 80.0))
-        now[0] = 20.0
-        progress.part_done(PartDone(1, "second", 0.3, 80.0))
-    shown = file.getvalue()
-    assert "1/3" in shown
-    if is_terminal:
-        assert "second" in shown
-    else:
-        assert shown == (
-            "0/3 first: 50%\n"
-            "1/3 first: loss 1.5; about 40 s left\n"
-            "1/3 second: 30%; about 25 s left\n"
-        )
+def test_the_greatest_detail_is_left_out_first_named_and_shown_with_wide():
+    columns = [
+        Column("hook", lambda row: row["hook"], is_number=False),
+        Column("a", lambda row: "1" * 40, detail=1),
+        Column("of\nformula", lambda row: "2" * 40, detail=2, note="What a formula is."),
+        Column("c", lambda row: "3" * 20, detail=1),
+    ]
+    table = Table("A title", columns, [{"hook": "q4"}], ["A note."])
+    narrow, wide = ("\n".join(on_terminal(table, wide=wide)) for wide in (False, True))
+    assert ["1" * 40 in narrow, "2" * 40 in narrow, "3" * 20 in narrow] == [True, False, True]
+    assert narrow.endswith("A note.\n--wide shows also: of formula.")
+    assert "2" * 40 in wide
+    assert wide.endswith("A note.\nWhat a formula is.")
 
 
 # --- medians ------------------------------------------------------------------------------------
@@ -235,17 +182,13 @@ def test_interval_runs_between_the_right_order_statistics(n: int, k: int) -> Non
     assert coverage_of(n) == 1 - 2 * below
 
 
-@pytest.mark.parametrize(
+def test_few_rounds_promise_no_more_than_they_hold() -> None:
     # All of n fair coins show the same side with probability 2 / 2^n.
-    ("n", "coverage", "text"),
-    [(1, 0, "0 %"), (2, 0.5, "50 %"), (5, 0.9375, "93 %"), (6, 0.96875, "96 %")],
-)
-def test_few_rounds_promise_no_more_than_they_hold(n: int, coverage: float, text: str) -> None:
-    assert interval_of_median(range(n))[1:] == (0, n - 1)
-    assert coverage_of(n) == coverage
-    assert coverage_text(n) == text
-    assert coverage_note(n).startswith(f"{text}: ")
-    assert ("6 give" in coverage_note(n)) == (n < 6)
+    for n, text in ((1, "0 %"), (2, "50 %"), (5, "93 %"), (6, "96 %")):
+        assert interval_of_median(range(n))[1:] == (0, n - 1)
+        assert coverage_of(n) == 1 - 2 / 2**n
+        assert coverage_note(n).startswith(f"{text}: ")
+        assert ("6 give" in coverage_note(n)) == (n < 6)
 
 
 def test_pairs_are_compared_within_their_round() -> None:
@@ -256,3 +199,13 @@ def test_pairs_are_compared_within_their_round() -> None:
     assert paired_difference(times, baseline) == (10.0, 1.0, 100.0)
     with pytest.raises(ValueError, match="shorter"):
         paired_ratio(times, baseline[:2])
+
+
+def test_a_diagnosis_fits_80_columns():
+    hooks = ("rht:bits=3", "q4", "q8", "torch:bf16", "torch:fp32")
+    wide = (12.3456, Interval(1, 1, 9), 2, 12_345_678_901)
+    steps = tuple(Step(hook, "two-level", *wide, is_advised=False) for hook in hooks)
+    text = str(Diagnosis("Use q4.", steps, 1.2, 64, 500, 7_000_000_000, "cpu"))
+    table = [line for line in text.splitlines() if line.startswith(("hook", *hooks))]
+    assert len(table) >= 6
+    assert max(map(len, table)) <= 80

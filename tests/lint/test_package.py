@@ -58,9 +58,9 @@ codes.append(command.main(["info"]))
 del sys.modules["rich"]
 sys.modules["matplotlib"] = None
 from gradferry_lab import cli
-from gradferry_lab.output.curves import Axis, draw_loss_curves
+from gradferry_lab.output.curves import draw_loss_curves
 facts["same help"] = cli.parser().format_help() == facts["help"]
-cli.main = lambda arguments: draw_loss_curves([], Axis("loss"))
+cli.main = lambda arguments: draw_loss_curves([], "loss")
 codes.append(command.main(["info"]))
 cli.main = lambda arguments: __import__("of_the_user")
 try:

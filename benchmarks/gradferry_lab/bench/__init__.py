@@ -7,7 +7,7 @@ import argparse
 from gradferry_lab.bench import codec, collective, train
 
 _BENCHMARKS = (
-    ("codec", codec, "kernels of every codec against what memory allows"),
+    ("codec", codec, "kernels of every codec on a GPU against a copy of as many bytes"),
     ("collective", collective, "compressed all-reduce against the backend's own"),
     ("train", train, "training steps under every hook, on a link of a chosen rate"),
 )

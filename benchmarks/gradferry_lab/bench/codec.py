@@ -1,44 +1,73 @@
-"""Speed of codecs: encode, decode and reduce against what memory allows, in the same run. On the
-CPU that is the fastest plain loop that moves the same bytes with as many threads, on a GPU a copy
-of as many bytes. Results are validated before they are timed.
+"""Speed of codecs on a GPU: the kernels that encode, reduce and decode a chunk of one parameter,
+headers and checks included, against a device copy that moves the same bytes, in the same run.
+Buffers take turns, so that the cache holds none of them; results are validated before they are
+timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
 from typing import Any
 
 import torch
 from gradferry import _native
-from gradferry.errors import ConfigError
+from gradferry.core import device
 from rich.console import Console
 
 from gradferry_lab import flags
-from gradferry_lab.bench.device_clock import find_gpu
-from gradferry_lab.bench.device_codec import (
-    DeviceOptions,
-    device_codec_table,
-    device_peer_table,
-    measure,
-)
-from gradferry_lab.bench.peers import compare_with_peers, missing_peers, peer_table
+from gradferry_lab.bench.device_clock import Pass, TimedDevice, find_gpu
 from gradferry_lab.output.json_file import environment, occasion, save_rows
 from gradferry_lab.output.table import Column, Table, print_table
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_MEMCPY_BYTES = 1 << 26
-_AVERAGED_ELEMENTS = 1 << 20  # of each rank, for the error of a mean
-_ROUNDS = {"cpu": 9, "gpu": 100}
-_CPU_ONLY = ("isas", "threads", "num_elements")
+FEWEST_BUFFERS = 4
+_CACHES = 4  # all buffers together are so many times the cache
+_CHECKED_ELEMENTS = 17 * _native.TILE_ELEMENTS + 1000
 
-_NMSE_NOTE = (
-    "NMSE: of Gaussian numbers, without residual; reduce/W: of the mean that W ranks get, which is "
-    "encoded twice."
-)
+Row = dict[str, Any]
 
-Row = Mapping[str, Any]
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """What is measured."""
+
+    codecs: Sequence[str]  # canonical
+    dtypes: Sequence[torch.dtype]
+    sizes_mb: Sequence[float]  # of the gradient
+    world_sizes: Sequence[int]
+    rounds: int
+
+
+@dataclass(frozen=True)
+class _Case:
+    op: str
+    world_size: int
+    bytes_moved: int
+    payload_bytes: int  # written by encode, read by decode, of each rank by reduce
+    passes: Sequence[Pass]  # the same work on buffers that take turns
+
+
+class _Buffers:
+    """A codec with its messages, and what it works on, once."""
+
+    def __init__(
+        self, name: str, gradient: torch.Tensor, misaligned: bool = False, ranks: int = 1
+    ) -> None:
+        place, n = gradient.device, gradient.numel()
+        shift = 1 if misaligned else 0
+        self.gradient = torch.empty(n + shift, dtype=gradient.dtype, device=place)[shift:]
+        self.gradient.copy_(gradient)
+        self.residual = torch.zeros(n, device=place)
+        self.codec = _native.DeviceCodec(
+            codec=name, dtype=gradient.dtype, num_elements=n, device=place, world_size=ranks
+        )
+        self.codec.encode(self.gradient, None)
+        for rank in range(ranks):
+            self.codec.receive(rank)
+        self.codec.reduce(None, 1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,24 +81,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"codecs as listed by `gradferry info` (default: {' '.join(names)})",
     )
     parser.add_argument(
-        "--device",
-        default="cpu",
-        metavar="DEVICE",
-        help="cpu, or cuda for the kernels of a GPU (default: cpu)",
+        "--device", default="cuda", metavar="DEVICE", help="the GPU, as in cuda:1 (default: cuda)"
     )
     parser.add_argument(
         "--sizes-mb",
         nargs="+",
         type=float,
+        default=[1.0, 8.0, 25.0, 100.0],
         metavar="MB",
-        help="with a GPU: sizes of the gradient, in units of 2^20 bytes (default: 1 8 25 100)",
-    )
-    parser.add_argument(
-        "--isas",
-        nargs="+",
-        metavar="ISA",
-        help=f"instruction sets, of {' '.join(_native.available_isas())} "
-        f"(default: {_native.active_isa()})",
+        help="sizes of the gradient, in units of 2^20 bytes (default: 1 8 25 100)",
     )
     parser.add_argument(
         "--dtypes",
@@ -79,14 +99,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtypes of the gradient (default: float32)",
     )
     parser.add_argument(
-        "--threads",
-        nargs="+",
-        type=int,
-        metavar="N",
-        help="threads, each with its own share of the elements; several counts are measured one "
-        "after the other (default: 1)",
-    )
-    parser.add_argument(
         "--world-sizes",
         nargs="+",
         type=int,
@@ -94,232 +106,260 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="W",
         help="payloads that `reduce` sums, a row each (default: 2 8)",
     )
-    _add_ways(parser)
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=100,
+        metavar="N",
+        help="repetitions of (copy, case, copy) (default: %(default)s)",
+    )
     flags.add_wide(parser)
     flags.add_json(parser)
 
 
-def _add_ways(parser: argparse.ArgumentParser) -> None:
-    """Declares how much, how often, and beside what."""
-    parser.add_argument(
-        "--num-elements",
-        type=int,
-        metavar="N",
-        help=f"elements of the gradient; arrays should not fit the caches (default: {1 << 24})",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        metavar="N",
-        help="repetitions of (roof, case, roof), or of (codec, peer) (default: "
-        f"{_ROUNDS['cpu']}, with a GPU {_ROUNDS['gpu']})",
-    )
-    parser.add_argument(
-        "--peers",
-        action="store_true",
-        help="also compare with pypiquant, torch's quantizers, bitsandbytes and hivemind, on a GPU "
-        "with torch.topk, torch's casts, an unfused q4 and bitsandbytes, those that are installed",
-    )
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Measures and reports. 1 when a result was wrong, else 0; ConfigError for a wrong option."""
-    _check(arguments)
-    return _run_on_cpu(arguments) if arguments.device == "cpu" else _run_on_gpu(arguments)
-
-
-def _run_on_gpu(arguments: argparse.Namespace) -> int:
-    gpu = find_gpu(arguments.device)
+    flags.require_more_than_zero("--sizes-mb", arguments.sizes_mb)
+    flags.require_at_least_one(arguments, "world_sizes", "rounds")
     options = DeviceOptions(
-        codecs=arguments.codecs,
+        codecs=[_native.canonical_codec(codec) for codec in arguments.codecs],
         dtypes=[_DTYPES[name] for name in arguments.dtypes],
         sizes_mb=arguments.sizes_mb,
         world_sizes=arguments.world_sizes,
         rounds=arguments.rounds,
-        peers=arguments.peers,
     )
+    gpu = find_gpu(arguments.device)
     console = Console()
     with console.status("") as status:
         rows = list(measure(options, gpu, status.update))
-    ours = [row for row in rows if "peer" not in row]
-    table = device_codec_table(ours, gpu.environment["gpu"])
-    print_table(console, table, wide=arguments.wide)
-    if arguments.peers:
-        console.print()
-        table = device_peer_table([row for row in rows if "peer" in row])
-        print_table(console, table, wide=arguments.wide)
+    print_table(console, codec_table(rows, gpu.environment["gpu"]), wide=arguments.wide)
     place = {**environment(), **occasion(), **gpu.environment}
     save_rows(console, arguments.json, rows, place, results_of="bench codec")
-    return 1 if any(row["wrong"] for row in ours) else 0
-
-
-def _run_on_cpu(arguments: argparse.Namespace) -> int:
-    console = Console()
-    rows: list[dict[str, Any]] = []
-    cases = [
-        (codec, isa, dtype, threads)
-        for codec in arguments.codecs
-        for isa in arguments.isas
-        for dtype in arguments.dtypes
-        for threads in arguments.threads
-    ]
-    with console.status("") as status:
-        for number, (codec, isa, dtype, threads) in enumerate(cases, 1):
-            status.update(f"{number}/{len(cases)}: {codec}, {isa}, {dtype}, {threads} threads")
-            rows += _time(arguments, codec, isa, dtype, threads)
-        _compare_core_rates(rows)
-        memcpy = _native.memcpy_gbps(_MEMCPY_BYTES, arguments.rounds)
-        peers: list[dict[str, Any]] = []
-        if arguments.peers:
-            status.update("peers")
-            peers = compare_with_peers(
-                arguments.codecs, arguments.num_elements, arguments.threads[0], arguments.rounds
-            )
-    print_table(console, codec_table(rows, memcpy), wide=arguments.wide)
-    if arguments.peers:
-        console.print()
-        print_table(console, peer_table(peers, missing_peers()), wide=arguments.wide)
-    save_rows(console, arguments.json, [*rows, *peers], results_of="bench codec")
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
-def codec_table(rows: Sequence[Row], memcpy_gbps: float | None = None) -> Table:
-    """Rows of `gradferry bench codec`, with its columns explained below."""
-    facts = [_fact(name, rows) for name in ("dtype", "isa", "threads")]
+def measure(
+    options: DeviceOptions, timed: TimedDevice, on_case: Callable[[str], None]
+) -> Iterator[Row]:
+    """Rows, case by case; `on_case` hears what comes next. Raises ConfigError as load_kernels."""
+    device.expect_runnable(timed.device)
+    device.load_kernels(timed.device.type)
+    for name in options.codecs:
+        for dtype in options.dtypes:
+            wrong = wrong_bytes(name, dtype, timed.device)
+            for size_mb in options.sizes_mb:
+                for misaligned in (False, True):
+                    place = "misaligned" if misaligned else "aligned"
+                    on_case(f"{name}, {dtype}, {size_mb:g} MB, {place}")
+                    yield from _time_codec(options, timed, name, dtype, size_mb, misaligned, wrong)
+
+
+def wrong_bytes(name: str, dtype: torch.dtype, place: torch.device) -> int:
+    """How many bytes differ from what the CPU makes of the same numbers."""
+    gradient = _gaussian(_CHECKED_ELEMENTS, dtype)
+    buffers = _Buffers(name, gradient.to(place), misaligned=True, ranks=2)
+    codec = buffers.codec
+    hashes = {"config_hash": 0, "layout_hash": 0}
+    message = _native.encode_tensor(gradient, name, seed=0, step=0, **hashes)
+    wrong = _differences(_payload(codec.sent), _payload(message))
+    residual = torch.zeros(_CHECKED_ELEMENTS, device=place)
+    codec.encode(buffers.gradient, residual)
+    wrong += _differences(_payload(codec.sent), _payload(message))
+    if dtype == torch.float32:
+        sent = torch.empty_like(gradient)
+        _native.decode_tensor(message, name, sent, **hashes)
+        wrong += _differences(residual, gradient - sent)
+    residual.zero_()
+    codec.reduce(residual, 2)
+    codec.decode(buffers.gradient, None)
+    codec.expect_no_findings()
+    mean = _native.compressed_mean(
+        [gradient, gradient], name, seed=0, worker_residual=False, owner_residual=True
+    )
+    return wrong + _differences(buffers.gradient, mean)
+
+
+def _payload(message: torch.Tensor) -> torch.Tensor:
+    return message[_native.HEADER_BYTES :]
+
+
+def _time_codec(
+    options: DeviceOptions,
+    timed: TimedDevice,
+    name: str,
+    dtype: torch.dtype,
+    size_mb: float,
+    misaligned: bool,
+    wrong: int,
+) -> Iterator[Row]:
+    num_elements = _elements(size_mb, dtype)
+    gradient = _gaussian(num_elements, dtype).to(timed.device)
+    ranks = max([1, *options.world_sizes])
+    sets = _sets(timed, name, gradient, misaligned, ranks)
+    common = {
+        "codec": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": timed.device.type,
+        "size_mb": size_mb,
+        "num_elements": num_elements,
+        "misaligned": misaligned,
+        "wrong": wrong,
+    }
+    for case in _cases(sets, options.world_sizes):
+        row = {**common, "op": case.op, "world_size": case.world_size}
+        if wrong == 0:
+            row |= _compare_with_copy(case, num_elements, timed, options.rounds)
+        yield row
+    for buffers in sets:
+        buffers.codec.expect_no_findings()
+
+
+def _sets(
+    timed: TimedDevice,
+    name: str,
+    gradient: torch.Tensor,
+    misaligned: bool = False,
+    ranks: int = 1,
+) -> list[_Buffers]:
+    """So many that, by the turn of one, the cache holds none of it."""
+    first = _Buffers(name, gradient, misaligned, ranks)
+    count = num_buffers(gradient.nbytes + first.codec.worker_bytes, timed.cache_bytes)
+    return [first, *(_Buffers(name, gradient, misaligned, ranks) for _ in range(count - 1))]
+
+
+def _cases(sets: Sequence[_Buffers], world_sizes: Sequence[int]) -> list[_Case]:
+    gradient, residual = sets[0].gradient.nbytes, 2 * sets[0].residual.nbytes
+    worker, owner = sets[0].codec.worker_bytes, sets[0].codec.owner_bytes
+
+    def passes(work: Callable[[_Buffers], object]) -> list[Pass]:
+        return [lambda b=b: work(b) for b in sets]  # type: ignore[misc]
+
+    def reduce(world_size: int) -> Callable[[_Buffers], object]:
+        return lambda b: b.codec.reduce(b.residual, world_size)
+
+    return [
+        _Case("encode", 1, gradient + worker, worker,
+              passes(lambda b: b.codec.encode(b.gradient, None))),
+        _Case("encode_ef", 1, gradient + residual + worker, worker,
+              passes(lambda b: b.codec.encode(b.gradient, b.residual))),
+        *(_Case("reduce", w, w * worker + residual + owner, worker, passes(reduce(w)))
+          for w in world_sizes),
+        # Last: they overwrite the gradient.
+        _Case("decode", 1, owner + gradient, owner,
+              passes(lambda b: b.codec.decode(b.gradient, None))),
+        # Without a momentum the residual is not touched, nor is what was sent.
+        _Case("decode_ef", 1, owner + gradient, owner,
+              passes(lambda b: b.codec.decode(b.gradient, b.residual))),
+    ]  # fmt: skip
+
+
+def _compare_with_copy(
+    case: _Case, num_elements: int, timed: TimedDevice, rounds: int
+) -> dict[str, Any]:
+    copies = _copies(case.bytes_moved, timed)
+    for work in (*copies, *case.passes):
+        work()
+    seconds, roofs, ratios = [], [], []
+    for turn in range(rounds):
+        copy_again = copies[(2 * turn + 1) % len(copies)]
+        before, taken, after = timed.clock(
+            [copies[2 * turn % len(copies)], case.passes[turn % len(case.passes)], copy_again]
+        )
+        seconds.append(taken)
+        roofs += [before, after]
+        ratios.append(0.5 * (before + after) / taken)
+    middle = median(seconds)
+    return {
+        "gbps": case.bytes_moved / middle / 1e9,
+        "roof_gbps": case.bytes_moved / median(roofs) / 1e9,
+        "roof_ratio": median(ratios),
+        "roof_ratio_min": min(ratios),
+        "roof_ratio_max": max(ratios),
+        "us_median": middle * 1e6,
+        "us_p99": _percentile_99(seconds) * 1e6,
+        "bytes_per_element": case.bytes_moved / num_elements,
+        "bits_per_element": 8 * case.payload_bytes / num_elements,
+        "elements_per_second": num_elements / middle,
+        "rounds": rounds,
+        "buffers": len(case.passes),
+    }
+
+
+def _copies(bytes_moved: int, timed: TimedDevice) -> list[Pass]:
+    """Copies that read and write so many bytes together."""
+    half = max(1, bytes_moved // 2)
+    pairs = [
+        (_bytes(half, timed.device), _bytes(half, timed.device))
+        for _ in range(num_buffers(bytes_moved, timed.cache_bytes))
+    ]
+    return [lambda a=a, b=b: b.copy_(a) for a, b in pairs]  # type: ignore[misc]
+
+
+def num_buffers(num_bytes: int, cache_bytes: int) -> int:
+    """Buffers of this size that must take turns, so that none is in the cache by its turn."""
+    return max(FEWEST_BUFFERS, -(-_CACHES * cache_bytes // num_bytes))
+
+
+def _elements(size_mb: float, dtype: torch.dtype) -> int:
+    return max(1, int(size_mb * 2**20) // dtype.itemsize)
+
+
+def _gaussian(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    # Without -0, which a zero residual would make +0.
+    return torch.randn(num_elements, generator=generator).mul_(1e-3).to(dtype).add_(0.0)
+
+
+def _bytes(num_bytes: int, place: torch.device) -> torch.Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=place)
+
+
+def _differences(on_device: torch.Tensor, expected: torch.Tensor) -> int:
+    got = on_device.cpu().contiguous().view(torch.uint8)
+    return int((got != expected.contiguous().view(torch.uint8)).sum())
+
+
+def _percentile_99(values: Sequence[float]) -> float:
+    return quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else values[0]
+
+
+def codec_table(rows: Sequence[Mapping[str, Any]], name: str) -> Table:
+    """Rows of `measure`, with the columns explained below. `name`: of the device."""
+
+    def figure(key: str, form: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda row: format(row[key], form) if key in row else "-"
+
     columns = (
         Column("codec", lambda row: str(row["codec"]), is_number=False),
-        Column("operation", _operation, is_number=False),
-        *facts,
-        Column("GB/s", lambda row: f"{row['gbps']:.1f}", detail=1),
-        Column("M elements\nper s", _million_elements_per_second, detail=6),
-        Column("ratio\nto roof", lambda row: f"{row['roof_ratio']:.2f}"),
-        Column("(min)", lambda row: f"{row['roof_ratio_min']:.2f}", detail=5),
-        Column("(max)", lambda row: f"{row['roof_ratio_max']:.2f}", detail=5),
-        Column("bits per\nelement", _bits_per_element, detail=3),
-        Column("NMSE", _nmse, detail=3, note=_NMSE_NOTE),
-        Column("core", _core, detail=7, note=_core_note(rows)),
+        Column(
+            "operation",
+            lambda row: (
+                f"{row['op']}/{row['world_size']}" if row["op"] == "reduce" else str(row["op"])
+            ),
+            is_number=False,
+        ),
+        Column("dtype", lambda row: str(row["dtype"]), is_number=False, detail=2),
+        Column("MB", lambda row: f"{row['size_mb']:g}"),
+        Column(
+            "aligned",
+            lambda row: "no" if row["misaligned"] else "yes",
+            is_number=False,
+            detail=3,
+            note="Not aligned: the gradient begins one element off.",
+        ),
+        Column("us", figure("us_median", ".1f"), detail=1),
+        Column("us, p99", figure("us_p99", ".1f"), detail=6),
+        Column("GB/s", figure("gbps", ",.0f"), detail=1),
+        Column("ratio\nto copy", figure("roof_ratio", ".2f")),
+        Column("(min)", figure("roof_ratio_min", ".2f"), detail=5),
+        Column("(max)", figure("roof_ratio_max", ".2f"), detail=5),
+        Column("bits per\nelement", figure("bits_per_element", ".2f"), detail=4),
         Column("#wrong", lambda row: str(row["wrong"])),
     )
-    notes = [
-        "GB/s: bytes read plus bytes written. Ratio to roof: time of the fastest plain loop with "
-        "the same reads, writes and threads, before and after, over the time of the operation: of "
-        "every round the median of its sections of 1 MB; median, minimum and maximum of rounds.",
-        "encode_ef: with error feedback, that is with the residual read and written in the same "
-        "pass. reduce/W: sum of W payloads plus residual, encoded again. "
-        "#wrong: bytes that differ from the scalar kernels; such a "
-        "case is not timed.",
-    ]
-    if memcpy_gbps is not None:
-        notes.append(f"memcpy of {_MEMCPY_BYTES >> 20} MB, one thread: {memcpy_gbps:.1f} GB/s.")
-    shared = [f"{fact.title} {fact.cell(rows[0])}" for fact in facts if fact.detail]
-    return Table(", ".join(["Codecs on the CPU", *shared]), columns, rows, notes)
-
-
-def _core_note(rows: Sequence[Row]) -> str:
-    alone = [row["core_gfmas"] / row["core_share"] for row in rows if row.get("core_share")]
-    if not alone:
-        return ""
-    return (
-        "core: multiply-adds per second of a loop without memory traffic, between passes of the "
-        f"row, over the best of the run, {alone[0]:.1f} G/s. 1: the core was alone; about 0.5: a "
-        "neighbour computed on its other hardware thread, and so the ratio to roof of what the "
-        "processor limits is too low."
+    notes = (
+        "GB/s: bytes read plus bytes written. Ratio to copy: time of a device copy of as many "
+        "bytes, read and written together, over the time of the operation, before and after it in "
+        "every round; median, minimum and maximum of rounds. MB are 2^20 bytes, of the gradient.",
+        "#wrong: bytes that differ from the CPU's; such a case is not timed.",
     )
-
-
-def _fact(name: str, rows: Sequence[Row]) -> Column:
-    """A column that is a detail where all rows have the same."""
-    detail = 8 if len({row[name] for row in rows}) == 1 else 0
-    return Column(name, lambda row: str(row[name]), name == "threads", detail=detail)
-
-
-def _million_elements_per_second(row: Row) -> str:
-    return f"{row['elements_per_second'] / 1e6:,.0f}"
-
-
-def _nmse(row: Row) -> str:
-    return f"{100 * row['nmse']:.3g} %"
-
-
-def _bits_per_element(row: Row) -> str:
-    return f"{row['bits_per_element']:.2f}"
-
-
-def _core(row: Row) -> str:
-    share = row.get("core_share")
-    return "-" if share is None else f"{share:.2f}"
-
-
-def _compare_core_rates(rows: Sequence[dict[str, Any]]) -> None:
-    """Replaces the rates of rows by `core_gfmas` and `core_share`, None for what was not timed."""
-    best = max((row["best_core_rate"] for row in rows), default=0.0)
-    for row in rows:
-        rate = row.pop("core_rate")
-        del row["best_core_rate"]
-        row["core_gfmas"] = rate / 1e9 if rate else None
-        row["core_share"] = rate / best if rate else None
-
-
-def _operation(row: Row) -> str:
-    return f"{row['op']}/{row['world_size']}" if row["op"] == "reduce" else str(row["op"])
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Checks options and fills in their defaults."""
-    on_cpu = arguments.device == "cpu"
-    for option in _CPU_ONLY if not on_cpu else ("sizes_mb",):
-        if getattr(arguments, option) is not None:
-            where = "the CPU" if not on_cpu else "a GPU (--device cuda)"
-            raise ConfigError(f"--{option.replace('_', '-')} is for {where} only; leave it out")
-    arguments.isas = arguments.isas or [_native.active_isa()]
-    arguments.threads = arguments.threads or [1]
-    arguments.sizes_mb = arguments.sizes_mb or [1.0, 8.0, 25.0, 100.0]
-    if arguments.num_elements is None:
-        arguments.num_elements = 1 << 24
-    if arguments.rounds is None:
-        arguments.rounds = _ROUNDS["cpu" if on_cpu else "gpu"]
-    flags.require_more_than_zero("--sizes-mb", arguments.sizes_mb)
-    arguments.codecs = [_native.canonical_codec(codec) for codec in arguments.codecs]
-    for isa in arguments.isas:
-        if isa not in _native.available_isas():
-            raise ConfigError(
-                f"--isas: '{isa}' is none that this machine can run; choose from "
-                f"{' '.join(_native.available_isas())}"
-            )
-    flags.require_at_least_one(arguments, "threads", "world_sizes", "rounds", "num_elements")
-
-
-@functools.cache
-def _error_of_mean(codec: str, world_size: int) -> float:
-    generator = torch.Generator().manual_seed(0)
-    gradients = torch.randn(world_size, _AVERAGED_ELEMENTS, generator=generator)
-    exact = gradients.mean(0, dtype=torch.float64)
-    mean = _native.compressed_mean(
-        list(gradients), codec, seed=0, worker_residual=False, owner_residual=False
-    )
-    return float((mean.double() - exact).square().sum() / exact.square().sum())
-
-
-def _time(
-    arguments: argparse.Namespace, codec: str, isa: str, dtype: str, threads: int
-) -> list[dict[str, Any]]:
-    timer = _native.CodecTimer(
-        codec=codec,
-        dtype=_DTYPES[dtype],
-        isa=isa,
-        num_elements=arguments.num_elements,
-        world_sizes=arguments.world_sizes,
-        rounds=arguments.rounds,
-        threads=threads,
-    )
-    rows = []
-    for timed in timer.rows():
-        seconds = timed.pop("seconds")
-        per_second = timed["num_elements"] / seconds if seconds else 0.0
-        if timed["op"] == "reduce":
-            timed["nmse"] = _error_of_mean(codec, timed["world_size"])
-        rows.append(
-            {"codec": codec, "dtype": dtype, "threads": threads, "isa": isa, **timed}
-            | {"elements_per_second": per_second}
-        )
-    return rows
+    return Table(f"Codecs on {name}", columns, rows, notes)

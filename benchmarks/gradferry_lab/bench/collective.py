@@ -1,6 +1,5 @@
-"""Compressed all-reduce or reduce-scatter of one tensor against the backend's own, taking turns in
-one run, with the columns and flags of nccl-tests. Every result is checked to the bit before it is
-timed.
+"""Compressed all-reduce of one tensor against the backend's own, taking turns in one run, with the
+columns and flags of nccl-tests. Every result is checked to the bit before it is timed.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from statistics import median
 from typing import Any
 
 from gradferry import _native
-from gradferry.core.nodes import FLAT, TWO_LEVEL
 from gradferry.ddp.interval import coverage_of
 from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.errors import ConfigError
@@ -20,13 +18,9 @@ from rich.console import Console
 
 from gradferry_lab import flags
 from gradferry_lab.bench.collective_turns import (
-    ALL_REDUCE,
-    REDUCE_SCATTER,
-    RING_PASSES,
     CollectiveOptions,
     CollectiveOutcome,
     compare_collectives,
-    ring_bytes,
 )
 from gradferry_lab.bench.device_clock import environment_on
 from gradferry_lab.output.json_file import save_rows
@@ -42,6 +36,7 @@ from gradferry_lab.ranks.exchanges import (
 )
 from gradferry_lab.ranks.hosts import Where, ranks_text
 from gradferry_lab.ranks.place import add_device
+from gradferry_lab.workloads.hooks import all_reduce_bytes
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SMOKE: dict[str, Any] = {
@@ -77,13 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CODEC",
         help=f"codecs as listed by `gradferry info`, beside {' '.join(TORCH_DTYPES)} (default: "
         f"{' '.join(names)})",
-    )
-    parser.add_argument(
-        "--op",
-        choices=tuple(RING_PASSES),
-        default=ALL_REDUCE,
-        help="reduce_scatter: every rank gets the mean of its part of the tensor, on hosts and by "
-        f"the flat exchange (default: {ALL_REDUCE})",
     )
     parser.add_argument(
         "-b", "--minbytes", default="256K", metavar="SIZE", help="smallest size (default: 256K)"
@@ -155,10 +143,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _options(arguments: argparse.Namespace) -> CollectiveOptions:
     codecs = [_native.canonical_codec(codec) for codec in arguments.codecs]
-    exchanges = asked_exchanges(arguments)
-    if arguments.op == REDUCE_SCATTER:
-        _check_reduce_scatter(exchanges, arguments.device)
-        exchanges = (FLAT,)
     smallest = parse_size("-b", arguments.minbytes)
     largest = parse_size("-e", arguments.maxbytes)
     if largest < smallest:
@@ -175,29 +159,13 @@ def _options(arguments: argparse.Namespace) -> CollectiveOptions:
         sizes.append(sizes[-1] * arguments.stepfactor)
     return CollectiveOptions(
         names=(*TORCH_DTYPES, *dict.fromkeys(codecs)),
-        exchanges=exchanges,
+        exchanges=asked_exchanges(arguments),
         sizes=tuple(sizes),
         iterations=arguments.iters,
         warmup=arguments.warmup_iters,
         check=bool(arguments.check),
         device=arguments.device,
-        op=arguments.op,
     )
-
-
-def _check_reduce_scatter(exchanges: Sequence[str], device: str) -> None:
-    for asked, given, why in (
-        (device != "cpu", f"--device {device}", "runs on hosts alone; leave out --device"),
-        (
-            TWO_LEVEL in exchanges,
-            f"--exchange {TWO_LEVEL}",
-            f"has no sums within hosts; use --exchange {FLAT}",
-        ),
-    ):
-        if asked:
-            raise ConfigError(
-                f"--op {REDUCE_SCATTER} with {given}: a compressed reduce-scatter {why}"
-            )
 
 
 def parse_size(flag: str, text: str) -> int:
@@ -221,21 +189,19 @@ def collective_rows(
         size = 4 * outcome.num_elements
         seconds = median(outcome.seconds)
         speedup = paired_ratio(best, outcome.seconds)
-        uncompressed = ring_bytes(options.op, outcome.num_elements, 4, where.ranks)
-        link_part = RING_PASSES[options.op] * (where.ranks - 1) / where.ranks
-        is_scattered = options.op == REDUCE_SCATTER
+        uncompressed = all_reduce_bytes(outcome.num_elements, 4, where.ranks)
         rows.append(
             {
-                "op": options.op,
+                "op": "all_reduce",
                 "size": size,
-                "count": outcome.num_elements // (where.ranks if is_scattered else 1),
+                "count": outcome.num_elements,
                 "type": "float",
                 "codec": outcome.name,
                 "exchange": outcome.exchange,
                 "chosen": outcome.chosen,
                 "time": 1e6 * seconds,
                 "algbw": size / seconds / 1e9,
-                "busbw": size / seconds / 1e9 * link_part,
+                "busbw": size / seconds / 1e9 * 2 * (where.ranks - 1) / where.ranks,
                 "wrong": outcome.wrong,
                 "wire": outcome.wire_bytes,
                 "ratio": uncompressed / outcome.wire_bytes if outcome.wire_bytes else None,
@@ -269,11 +235,9 @@ def _microseconds(outcome: CollectiveOutcome, *phases: str) -> float | None:
 def collective_table(rows: Sequence[Row]) -> Table:
     """Rows of `gradferry bench collective`, with its columns explained below."""
     first = rows[0]
-    iters, op = first["iters"], first.get("op", ALL_REDUCE)  # older files do not say
-    verb = op.replace("_", "-")
-    twice = "2 " if op == ALL_REDUCE else ""
+    iters = first["iters"]
     wire = (
-        f"wire: bytes that the busiest rank sends; * computed for a ring {verb}, because the "
+        "wire: bytes that the busiest rank sends; * computed for a ring all-reduce, because the "
         "backend does not count."
     )
     columns = [
@@ -299,23 +263,20 @@ def collective_table(rows: Sequence[Row]) -> Table:
         Column(f"({coverage_text(iters)})", _interval, detail=3),
     ]
     notes = [
-        f"time: median over turns, of the slowest rank. busbw: size / time * {twice}(W-1) / W, "
+        "time: median over turns, of the slowest rank. busbw: size / time * 2 (W-1) / W, "
         "what links carry without compression. #wrong: elements that differ by a bit from what "
-        f"they must be. ratio: bytes of an fp32 ring {verb} over those that the busiest rank "
+        "they must be. ratio: bytes of an fp32 ring all-reduce over those that the busiest rank "
         "sends.",
         "speedup: over the fastest of the backend's own at this size, from times of the same turn. "
-        f"{coverage_note(iters)}. torch:fp16 and torch:bf16 cast, {verb} and cast back.",
+        f"{coverage_note(iters)}. torch:fp16 and torch:bf16 cast, all-reduce and cast back.",
     ]
-    if op == REDUCE_SCATTER:
-        notes.append("size: of the whole tensor. count: of a rank's part, which alone it gets.")
     if first.get("interface_bytes") is not None:
         columns += [
             Column("interface\n(B)", lambda row: str(row["interface_bytes"]), detail=6),
             Column("of\nformula", _interface_part, detail=6, note=_INTERFACE),
         ]
     on = "" if first.get("device", "cpu") == "cpu" else f" on {first['device']}"
-    command = "gradferry bench collective" + (f" --op {op}" if op != ALL_REDUCE else "")
-    title = f"{command}: {ranks_text(first)}{on}, link {first['link']}"
+    title = f"gradferry bench collective: {ranks_text(first)}{on}, link {first['link']}"
     return Table(title, columns, rows, notes)
 
 

@@ -1,5 +1,5 @@
-"""`gradferry bench collective` on the ranks: all-reduces or reduce-scatters that take turns on the
-same numbers, the backend's and every codec's.
+"""`gradferry bench collective` on the ranks: all-reduces of the same numbers that take turns, the
+backend's and every codec's.
 
 Inputs are multiples of a power of two, small enough that their sums are exact in every dtype, so
 the result of the backend's own is known to the bit. The expected result of a codec is computed with
@@ -9,11 +9,10 @@ its functions in one process, and also compared to the bit.
 from __future__ import annotations
 
 import functools
-import math
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -27,9 +26,6 @@ from gradferry.core.nodes import AUTO, Nodes
 from gradferry.core.parameters import ParameterLayout
 from gradferry.ddp.trial import Clock, clock_of
 from gradferry.diagnosis import TORCH_DTYPES
-from gradferry.errors import ConfigError
-from gradferry.tensor import accumulate, encode
-from torch.nn.functional import pad
 
 from gradferry_lab.ranks.exchanges import exchange_among
 from gradferry_lab.ranks.hosts import InterfaceCounter, busiest_host, found_hosts
@@ -37,10 +33,6 @@ from gradferry_lab.ranks.launch import Emit, gather_from_ranks
 from gradferry_lab.ranks.place import place_of_rank
 from gradferry_lab.workloads.hooks import all_reduce_bytes, phases_of, ring_exchange
 
-ALL_REDUCE, REDUCE_SCATTER = "all_reduce", "reduce_scatter"
-RING_PASSES = {ALL_REDUCE: 2, REDUCE_SCATTER: 1}  # how often a ring sends (W-1)/W of the tensor
-
-_PART_ALIGNMENT = 4  # elements: in a reduce-scatter parts are whole 16 bytes, as in nccl-tests
 _UNIT = 2.0**-10
 _MOST_UNITS = 256  # whose multiples bfloat16, the coarsest dtype, still holds exactly
 _SEED = 0
@@ -57,7 +49,6 @@ class CollectiveOptions:
     warmup: int
     check: bool
     device: str = "cpu"  # or "cuda"
-    op: str = ALL_REDUCE  # of RING_PASSES
 
     def entries(self) -> Iterator[tuple[str, str | None]]:
         """Every name with each of its exchanges; None: the backend's own."""
@@ -91,32 +82,27 @@ class CollectiveOutcome:
 class _BackendCollective:
     """The backend's: in fp32, or cast to 16 bits and back, as PyTorch's own hooks do.
 
-    Like a codec's it works in place: of the gradient, `part` becomes the mean.
+    Like a codec's it works in place.
     """
 
     wire_measured = False
     exchange = None
     chosen = None
 
-    def __init__(self, name: str, op: str, num_elements: int, group: dist.ProcessGroup) -> None:
-        self.name, self.op, self.part = name, op, part_of_rank(op, num_elements)
-        self._group = group
-        self._dtype = TORCH_DTYPES[name]
-        self._wire_bytes = ring_bytes(op, num_elements, self._dtype.itemsize, dist.get_world_size())
+    def __init__(self, name: str, num_elements: int, group: dist.ProcessGroup) -> None:
+        self.name, self._group, self._dtype = name, group, TORCH_DTYPES[name]
+        world_size = dist.get_world_size()
+        self._wire_bytes = all_reduce_bytes(num_elements, self._dtype.itemsize, world_size)
 
     def run(self, gradient: torch.Tensor) -> None:
         small = gradient.to(self._dtype)  # gradient itself for fp32
-        mean = gradient[self.part]
-        if self.op == ALL_REDUCE:
-            dist.all_reduce(small, group=self._group)
-        else:
-            dist.reduce_scatter_tensor(small[self.part], small, group=self._group)
+        dist.all_reduce(small, group=self._group)
         if small is not gradient:
-            mean.copy_(small[self.part])
-        mean.div_(dist.get_world_size())
+            gradient.copy_(small)
+        gradient.div_(dist.get_world_size())
 
-    def expected(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(list(parts)).sum(0).div_(len(parts))
+    def expected(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(list(gradients)).sum(0).div_(len(gradients))
 
     def wire_bytes(self) -> int:
         return self._wire_bytes
@@ -136,7 +122,6 @@ class _CodecCollective:
     def __init__(
         self,
         name: str,
-        op: str,
         exchange: str,
         num_elements: int,
         group: dist.ProcessGroup,
@@ -146,67 +131,47 @@ class _CodecCollective:
         used = exchange_among(exchange, hosts, on_host=transport.on_host)
         self.name, self.exchange = name, exchange
         self.chosen = f"{name} {used.name}" if exchange == AUTO else None
-        self.op, self.part = op, part_of_rank(op, num_elements)
         self._nodes = used.nodes
-        # Each as its attach has it by default.
-        feedback = "auto" if op == ALL_REDUCE else "none"
-        options = {"error_feedback": feedback, "seed": _SEED}
-        config = transport.adapted(make_config(name, options))
+        config = transport.adapted(make_config(name, {"seed": _SEED}))
         self._config = config
         self._on_host = transport.on_host
         codec = parse_codec(name)
         residuals = config.residuals_of(codec) if dist.get_world_size() > 1 else (False, False)
-        count = self.part.stop - self.part.start
         self._layout = ParameterLayout(
             name="gradient",
-            shape=(count,),
+            shape=(num_elements,),
             strides=(1,),
             dtype=torch.float32,
-            num_elements=count,
+            num_elements=num_elements,
             is_complex=False,
             codec=codec,
             warmup=codec,
             residuals=residuals,
         )
-        owners = [None] if op == ALL_REDUCE else range(dist.get_world_size())
-        self._parameters = [replace(self._layout, owner=owner) for owner in owners]
         nonces = gather_from_ranks({"nonce": uuid.uuid4().hex})
         self._engine = start_engine(
             config,
-            self._parameters,
+            [self._layout],
             group,
             str(nonces[0]["nonce"]),
             transport=transport,
             nodes=self._nodes.members,
-            collective=op,
         )
 
     def run(self, gradient: torch.Tensor) -> None:
         self._engine.all_reduce(gradient)
 
-    def expected(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        if len(parts) == 1:  # nothing is exchanged
-            return parts[0]
-        if self.op == REDUCE_SCATTER:
-            return self._scattered(parts)
+    def expected(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        if len(gradients) == 1:  # nothing is exchanged
+            return gradients[0]
         # To the bit: a tolerance that is wide enough for a lossy codec would hide a wrong tile.
         return _native.compressed_mean(
-            [self._sum(parts, ranks) for ranks in self._nodes.members],
+            [self._sum(gradients, ranks) for ranks in self._nodes.members],
             str(self._layout.codec),
             seed=_SEED,
             worker_residual=self._layout.residuals[0],
             owner_residual=self._layout.residuals[1],
         )
-
-    def _scattered(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The mean of this rank's part, whose tiles come after those of the ranks before it: with
-        zeros in their place its tiles have the numbers from which `rht` takes its signs.
-        """
-        codec, count = str(self._layout.codec), self._layout.num_elements
-        before = dist.get_rank() * math.ceil(count / _native.TILE_ELEMENTS) * _native.TILE_ELEMENTS
-        messages = [encode(pad(part, (before, 0)), codec, seed=_SEED) for part in parts]
-        mean = accumulate(messages, codec, shape=(before + count,), dtype=self._layout.dtype)
-        return mean[before:]
 
     def _sum(self, gradients: Sequence[torch.Tensor], ranks: Sequence[int]) -> torch.Tensor:
         """A node's part of the mean over nodes; of a single rank its gradient."""
@@ -219,15 +184,7 @@ class _CodecCollective:
         return int(self._engine.stats()["wire_bytes"])
 
     def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
-        bucket = range(len(self._parameters))
-        sent = planned_bytes(
-            self._config,
-            self._parameters,
-            self._nodes,
-            [bucket],
-            collective=self.op,
-            hosts=hosts,
-        )
+        sent = planned_bytes(self._config, [self._layout], self._nodes, [[0]], hosts=hosts)
         return [elsewhere for elsewhere, _ in sent]
 
     def phase_ms(self) -> dict[str, float]:
@@ -235,35 +192,6 @@ class _CodecCollective:
 
 
 _Collective = _BackendCollective | _CodecCollective
-
-
-def ring_bytes(op: str, num_elements: int, item_bytes: int, world_size: int) -> int:
-    """Bytes that each rank sends when the tensor is reduced around a ring."""
-    return all_reduce_bytes(num_elements, item_bytes, world_size) * RING_PASSES[op] // 2
-
-
-def elements_of(op: str, size: int, world_size: int) -> int:
-    """Elements of the fp32 tensor of a size in bytes; in a reduce-scatter rounded down to equal
-    parts of whole 16 bytes, as nccl-tests does. Raises ConfigError when nothing is left.
-    """
-    if op == ALL_REDUCE:
-        return size // 4
-    step = world_size * _PART_ALIGNMENT
-    if size // 4 < step:
-        raise ConfigError(
-            f"{size} bytes are too few for --op {op}: each of {world_size} ranks gets a part of at "
-            f"least {4 * _PART_ALIGNMENT} bytes; begin with -b {4 * step} or more"
-        )
-    return size // 4 // step * step
-
-
-def part_of_rank(op: str, num_elements: int) -> slice:
-    """The elements whose mean this rank gets."""
-    if op == ALL_REDUCE:
-        return slice(0, num_elements)
-    count = num_elements // dist.get_world_size()
-    first = dist.get_rank() * count
-    return slice(first, first + count)
 
 
 def compare_collectives(emit: Emit, options: CollectiveOptions) -> list[CollectiveOutcome]:
@@ -275,8 +203,7 @@ def compare_collectives(emit: Emit, options: CollectiveOptions) -> list[Collecti
     outcomes = []
     for size in options.sizes:
         emit(f"{size:,} bytes")
-        num_elements = elements_of(options.op, size, dist.get_world_size())
-        outcomes += _compare(options, num_elements, group, transport, interface)
+        outcomes += _compare(options, size // 4, group, transport, interface)
     return outcomes
 
 
@@ -295,14 +222,14 @@ def _compare(
     gradients = [_gradient(rank, num_elements) for rank in range(dist.get_world_size())]
     mine = gradients[dist.get_rank()].to(transport.device)
     buffer, clock = torch.empty_like(mine), clock_of(transport.device)
-    entries, op = [], options.op
+    entries = []
     for name, exchange in options.entries():
         collective: _Collective
         if exchange is None:
-            collective = _BackendCollective(name, op, num_elements, group)
+            collective = _BackendCollective(name, num_elements, group)
         else:
             collective = _CodecCollective(
-                name, op, exchange, num_elements, group, transport, interface.hosts
+                name, exchange, num_elements, group, transport, interface.hosts
             )
         outcome = _first_run(collective, buffer, gradients, interface, check=options.check)
         entries.append((collective, outcome))
@@ -335,27 +262,21 @@ def _first_run(
     buffer.copy_(gradients[dist.get_rank()])
     interface.begin()
     collective.run(buffer)
-    result = buffer[collective.part].cpu()
+    result = buffer.cpu()
     sent = interface.end()
-    parts = [gradient[collective.part] for gradient in gradients]
     exact = torch.zeros_like(result, dtype=torch.float64)
-    for part in parts:  # not stacked: all ranks of a machine do this at once
-        exact += part.double() / len(parts)
+    for gradient in gradients:  # not stacked: all ranks of a machine do this at once
+        exact += gradient.double() / len(gradients)
     here = {
         "sent": sent,
         "wire": collective.wire_bytes() - before,
-        "wrong": int((_bits(result) != _bits(collective.expected(parts))).sum()) if check else 0,
-        "error": float((result.double() - exact).square().sum()),
-        "exact": float(exact.square().sum()),
+        "wrong": int((_bits(result) != _bits(collective.expected(gradients))).sum())
+        if check
+        else 0,
+        "error": float((result.double() - exact).norm()),
     }
     of_ranks = gather_from_ranks(here)
-
-    def over_ranks(key: str) -> float:
-        """The number for the whole tensor: every rank has looked at all of it, or at its part."""
-        found: list[float] = [record[key] for record in of_ranks]
-        return max(found) if collective.op == ALL_REDUCE else sum(found)
-
-    exact_norm = math.sqrt(over_ranks("exact"))
+    norm = float(exact.norm())
     hosts = interface.hosts
     host, formula = busiest_host(hosts, collective.bytes_to_other_hosts(hosts.of_rank))
     return CollectiveOutcome(
@@ -363,8 +284,8 @@ def _first_run(
         exchange=collective.exchange,
         chosen=collective.chosen,
         num_elements=buffer.numel(),
-        wrong=int(over_ranks("wrong")) if check else None,
-        relative_error=math.sqrt(over_ranks("error")) / exact_norm if exact_norm else 0.0,
+        wrong=max(record["wrong"] for record in of_ranks) if check else None,
+        relative_error=max(record["error"] for record in of_ranks) / norm if norm else 0.0,
         wire_bytes=max(record["wire"] for record in of_ranks),
         wire_measured=collective.wire_measured,
         interface_bytes=of_ranks[hosts.members[host][0]]["sent"],

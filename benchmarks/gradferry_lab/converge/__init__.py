@@ -6,7 +6,6 @@ when a codec leaves its band, or a negative control passes.
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,24 +14,21 @@ from gradferry.errors import ConfigError
 from rich.console import Console
 
 from gradferry_lab import flags
-from gradferry_lab.converge.pages import (
+from gradferry_lab.converge.results import Results
+from gradferry_lab.converge.suite import SUITES, Suite, Training, select
+from gradferry_lab.converge.tables import (
     broken_demands,
     exit_code,
     judge,
     table_of,
     write_markdown,
-    write_pictures_and_page,
 )
-from gradferry_lab.converge.results import Results
-from gradferry_lab.converge.suite import SUITES, Suite, Training, select
 from gradferry_lab.converge.worlds import run_trainings
 from gradferry_lab.output.json_file import environment, occasion, read_json, write_json
-from gradferry_lab.output.progress import WorkProgress
+from gradferry_lab.output.progress import StatusLine
 from gradferry_lab.output.table import print_line, print_table
 from gradferry_lab.ranks.place import add_device
 from gradferry_lab.workloads import load_task
-
-_VERSIONS = ("gradferry", "torch", "python")  # of an environment: they decide the numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="suite",
         action="store_const",
         const="large",
-        help="models of ten and a hundred million parameters: a day on two cores, an hour on a GPU",
+        help="a model of ten million parameters: a day on two cores, half an hour on a GPU",
     )
     size.add_argument(
         "--from",
@@ -94,18 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("converge_results"),
         metavar="DIR",
-        help="folder for pictures, index.html, and finished trainings, which are not repeated "
-        "when the command is called again (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--fresh", action="store_true", help="forget the finished trainings in --out"
-    )
-    parser.add_argument(
-        "--known",
-        type=Path,
-        metavar="FILE",
-        help="trainings whose rows are in this JSON file, of the same versions, are not repeated "
-        "either",
+        help="folder for finished trainings, which are not repeated when the command is called "
+        "again (default: %(default)s)",
     )
     flags.add_wide(parser)
     flags.add_json(parser)
@@ -121,9 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains what is not there yet, then reports. 1 when a demand is not met, else 0."""
     console = Console()
     if arguments.source:
-        flags.refuse(
-            arguments, ["worlds", "fresh", "known", "device"], "beside --from, which trains nothing"
-        )
+        flags.refuse(arguments, ["worlds", "out", "device"], "beside --from, which trains nothing")
         document = read_json(arguments.source)
         rows, place = document["rows"], document["environment"]
         suite = _suite_of(rows, arguments.source)
@@ -132,12 +116,12 @@ def run(arguments: argparse.Namespace) -> int:
         suite = SUITES[arguments.suite]
     suite = select(suite, arguments.tasks, arguments.codecs, arguments.optimizers)
     if not arguments.source:
-        rows = _train(console, suite, arguments, _known(arguments.known, place))
+        rows = _train(console, suite, arguments)
     outcomes = judge(suite, rows)
     for outcome in outcomes:
         console.print()
         print_table(console, table_of(suite, outcome), wide=arguments.wide)
-    written = write_pictures_and_page(suite, outcomes, place, arguments.out)
+    written = []
     if arguments.json:
         write_json(arguments.json, rows, place, results_of="converge")
         written.append(arguments.json)
@@ -145,67 +129,39 @@ def run(arguments: argparse.Namespace) -> int:
         write_markdown(suite, outcomes, place, arguments.markdown)
         written.append(arguments.markdown)
     console.print()
-    print_line(console, f"Written: {', '.join(map(str, written))}")
+    if written:
+        print_line(console, f"Written: {', '.join(map(str, written))}")
     for line in broken_demands(outcomes):
         print_line(console, f"Not met: {line}")
     return exit_code(outcomes)
 
 
 def _train(
-    console: Console,
-    suite: Suite,
-    arguments: argparse.Namespace,
-    known: Sequence[Mapping[str, Any]],
+    console: Console, suite: Suite, arguments: argparse.Namespace
 ) -> list[Mapping[str, Any]]:
     """Rows of all trainings, in the suite's order."""
     flags.require_at_least_one(arguments, "worlds")
     folder = arguments.out / suite.name
-    if arguments.fresh:
-        shutil.rmtree(folder, ignore_errors=True)
     results = Results(folder, environment())
     trainings = list(suite.trainings(arguments.device))
     tasks = {contest.task for contest in suite.contests}
     sources = {task: load_task(task).source for task in tasks}
 
     def find(training: Training) -> Mapping[str, Any] | None:
+        row = results.find(training)
         # A row of other data is another training's.
-        facts = {**training.facts(), "source": sources[training.task]}
-        rows = (row for row in (results.find(training), *known) if row is not None)
-        return next((row for row in rows if facts.items() <= row.items()), None)
+        return row if row and row["source"] == sources[training.task] else None
 
     missing = [training for training in trainings if find(training) is None]
     if len(missing) < len(trainings):
         found = len(trainings) - len(missing)
-        places = f"{folder} or {arguments.known}" if arguments.known else str(folder)
-        print_line(console, f"{found} of {len(trainings)} trainings are in {places} already.")
+        print_line(console, f"{found} of {len(trainings)} trainings are in {folder} already.")
     if missing:
         print_line(console, f"{len(missing)} trainings, {arguments.worlds} at a time.")
-    with WorkProgress(console, len(missing), sum(t.cost for t in missing)) as progress:
-        run_trainings(missing, arguments.worlds, results.add, progress)
+    with StatusLine(console) as status:
+        run_trainings(missing, arguments.worlds, results.add, status)
     rows = map(find, trainings)
     return [row for row in rows if row is not None]
-
-
-def _known(path: Path | None, place: dict[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Rows of a file. `place` then also says where these were made.
-
-    Raises ConfigError when they are of other versions.
-    """
-    if path is None:
-        return []
-    document = read_json(path)
-    there = document["environment"]
-    for key in _VERSIONS:
-        if there.get(key) != place[key]:
-            raise ConfigError(
-                f"--known {path}: its trainings had {key} {there.get(key)} and not {place[key]}; "
-                f"train again"
-            )
-    for key, here in place.items():
-        before = str(there.get(key, here))
-        place[key] = here if str(here) in before.split("; ") else f"{before}; {here}"
-    rows: Sequence[Mapping[str, Any]] = document["rows"]
-    return rows
 
 
 def _suite_of(rows: Sequence[Mapping[str, Any]], path: Path) -> Suite:

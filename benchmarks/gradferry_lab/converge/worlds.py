@@ -6,22 +6,27 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from gradferry.errors import ConfigError
 
 from gradferry_lab.converge.suite import Training
 from gradferry_lab.output.json_file import finite
-from gradferry_lab.output.progress import PartDone, PieceDone, WorkProgress
+from gradferry_lab.output.progress import Doing, StatusLine
 from gradferry_lab.ranks.launch import Emit, run_worlds, torchrun_placement
 from gradferry_lab.workloads import load_task
 from gradferry_lab.workloads.training import TrainingRun, train
 
-_CURVE_POINTS = 50
 _SHOWN_EVERY = 20  # steps
 
 _task = functools.cache(load_task)  # reads files
+
+
+@dataclass(frozen=True)
+class _Part:
+    world: int
+    training: Training
+    share: float  # of the training, 0 to 1
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ def run_trainings(
     trainings: Sequence[Training],
     num_worlds: int,
     keep: Callable[[Training, dict[str, Any]], None],
-    progress: WorkProgress,
+    status: StatusLine,
 ) -> None:
     """Trains all, at most `num_worlds` at a time, and hands each row to `keep`.
 
@@ -46,16 +51,24 @@ def run_trainings(
     if not trainings:
         return
 
-    def on_event(event: Any) -> None:
+    whole = sum(training.cost for training in trainings)
+    under_way: dict[int, float] = {}  # cost done, by world
+    finished: list[Training] = []
+
+    def on_event(event: _Part | _Finished) -> None:
+        training = event.training
         if isinstance(event, _Finished):
-            keep(event.training, event.row)
+            keep(training, event.row)
+            finished.append(training)
+            under_way.pop(event.world, None)
             loss = event.row["final_loss"]
-            title = (
-                f"{event.training.title}: loss {'not finite' if loss is None else f'{loss:.5g}'}"
-            )
-            progress.piece_done(PieceDone(event.world, title, event.training.cost))
-        else:
-            progress.part_done(event)
+            said = "not finite" if loss is None else f"{loss:.5g}"
+            status.print(f"{len(finished)}/{len(trainings)} {training.title}: loss {said}")
+            return
+        under_way[event.world] = event.share * training.cost
+        done = sum(each.cost for each in finished) + sum(under_way.values())
+        text = f"{len(finished)}/{len(trainings)} {training.title}: {event.share:.0%}"
+        status(Doing(text, done / whole))
 
     for num_ranks in sorted({training.num_ranks for training in trainings}):
         alike = [training for training in trainings if training.num_ranks == num_ranks]
@@ -88,7 +101,7 @@ def train_all(emit: Emit, world: int, trainings: Sequence[Training]) -> None:
 def _train(emit: Emit, world: int, training: Training) -> TrainingRun:
     def on_step(step: int, loss: float) -> None:
         if step % _SHOWN_EVERY == 0:
-            emit(PartDone(world, training.title, step / training.steps, training.cost))
+            emit(_Part(world, training, step / training.steps))
 
     contestant = training.contestant
     return train(
@@ -115,24 +128,4 @@ def _row(training: Training, run: TrainingRun) -> dict[str, Any]:
         "final_metric": run.final_score,
         "wire_bytes": run.cumulative_wire_bytes[-1],
         "initial_loss": run.initial_loss,
-        "curve": _curve(run, task.lowest_loss),
-    }
-
-
-def _curve(run: TrainingRun, lowest_loss: float) -> dict[str, list[Any]]:
-    """The training loss above the lowest one, as means of equal stretches of steps."""
-    num_steps = len(run.losses)
-    ends = [
-        num_steps * (point + 1) // _CURVE_POINTS
-        for point in range(_CURVE_POINTS)
-        if num_steps * (point + 1) // _CURVE_POINTS > num_steps * point // _CURVE_POINTS
-    ]
-    starts = [0, *ends[:-1]]
-    return {
-        "steps": ends,
-        "losses": [
-            float(f"{fmean(run.losses[start:end]) - lowest_loss:.5g}")
-            for start, end in zip(starts, ends, strict=True)
-        ],
-        "wire_bytes": [run.cumulative_wire_bytes[end - 1] for end in ends],
     }

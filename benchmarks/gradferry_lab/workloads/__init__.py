@@ -9,7 +9,6 @@ from gradferry.errors import ConfigError
 
 from gradferry_lab.workloads.convex import load_convex
 from gradferry_lab.workloads.digits import load_digits
-from gradferry_lab.workloads.gpt2 import load_gpt2_small
 from gradferry_lab.workloads.task import Task
 from gradferry_lab.workloads.text import load_text, load_text_10m, load_tiny_text
 from gradferry_lab.workloads.vision import load_tiny_vision, load_vision
@@ -18,7 +17,6 @@ TASKS: dict[str, Callable[[], Task]] = {
     "text": load_text,
     "tiny_text": load_tiny_text,
     "text_10m": load_text_10m,
-    "gpt2_small": load_gpt2_small,
     "vision": load_vision,
     "tiny_vision": load_tiny_vision,
     "digits": load_digits,

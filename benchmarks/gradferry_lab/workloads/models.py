@@ -1,4 +1,4 @@
-"""Models to time: three of different shapes, and any of a user."""
+"""Models to time: two transformers, and any of a user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from gradferry.ddp.batch import batch_loss, misfit
 from gradferry.errors import ConfigError
 from torch import nn
 
-from gradferry_lab.workloads.synthetic import load_embedding, load_vgg
 from gradferry_lab.workloads.task import Task
 from gradferry_lab.workloads.text import SMALL, TextSize, load_text
 
@@ -58,8 +57,6 @@ def _small_transformer(num_ranks: int) -> Task:
 # By name: the task with a batch for that many ranks.
 MODELS: dict[str, Callable[[int], Task]] = {
     "transformer": _transformer,
-    "vgg": load_vgg,
-    "embedding": load_embedding,
     "small": _small_transformer,
 }
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ from torch.nn import functional
 from gradferry_lab.workloads.corpus import SYMPY_VERSION, source_files
 from gradferry_lab.workloads.task import Batch, Task, in_batches
 
-Content = TypeVar("Content")  # of a file: bytes, or what they were cut into
 _NUM_BYTES = 256  # the vocabulary: every byte value
 _VALIDATION_FILES = 10  # every 10th file is kept for validation
 _VALIDATION_BATCH = 32
@@ -89,20 +87,17 @@ class Transformer(nn.Module):
 class Block(nn.Module):
     """Causal self-attention, then a two-layer perceptron; each normed before and added after."""
 
-    def __init__(
-        self, width: int, heads: int, *, bias: bool = False, approximate: str = "none"
-    ) -> None:
-        """bias: of all but the perceptron's first layer, which has one. approximate: of GELU."""
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width, bias=bias)
-        self.attention_out = Added(width, width, bias)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = _from_zero(nn.Linear(width, width, bias=False))
         self.perceptron = nn.Sequential(
             nn.LayerNorm(width),
             nn.Linear(width, 4 * width),
-            nn.GELU(approximate),
-            Added(4 * width, width, bias),
+            nn.GELU(),
+            _from_zero(nn.Linear(4 * width, width, bias=False)),
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -119,14 +114,12 @@ class Block(nn.Module):
         return result
 
 
-class Added(nn.Linear):
-    """What a block adds, which is 0 at first: training gets further in few steps than from random
+def _from_zero(linear: nn.Linear) -> nn.Linear:
+    """What a block adds is 0 at first: training gets further in few steps than from random
     outputs.
     """
-
-    def __init__(self, num_inputs: int, num_outputs: int, bias: bool) -> None:
-        super().__init__(num_inputs, num_outputs, bias)
-        nn.init.zeros_(self.weight)
+    nn.init.zeros_(linear.weight)
+    return linear
 
 
 def load_tiny_text() -> Task:
@@ -142,7 +135,7 @@ def load_text_10m() -> Task:
 def load_text(size: TextSize = SMALL, name: str = "text") -> Task:
     """A transformer of that size on the corpus. Raises ConfigError as `source_files` does."""
     files = source_files()
-    training, held_out = (_as_tensor(part) for part in split(files))
+    training, held_out = (_as_tensor(part) for part in _split(files))
     megabytes = (len(training) + len(held_out)) / 1e6
     return Task(
         name=name,
@@ -153,12 +146,12 @@ def load_text(size: TextSize = SMALL, name: str = "text") -> Task:
         learning_rate=size.learning_rate,
         sgd_learning_rate=0.025,
         build_model=lambda: Transformer(size),
-        draw=lambda generator: draw(training, size, generator),
-        validation=validation_batches(held_out, size),
+        draw=lambda generator: _draw(training, size, generator),
+        validation=_validation_batches(held_out, size),
     )
 
 
-def split(files: Sequence[Content]) -> tuple[list[Content], list[Content]]:
+def _split(files: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     """Files to train on, and those that are kept for validation."""
     last = _VALIDATION_FILES - 1
     training = [file for i, file in enumerate(files) if i % _VALIDATION_FILES != last]
@@ -175,15 +168,13 @@ def _windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> Batch:
     return windows[:, :-1], windows[:, 1:]
 
 
-def draw(text: torch.Tensor, size: TextSize, generator: torch.Generator) -> Batch:
+def _draw(text: torch.Tensor, size: TextSize, generator: torch.Generator) -> Batch:
     """Windows of a text, for one step."""
     starts = torch.randint(len(text) - size.context, (size.global_batch,), generator=generator)
     return _windows(text, starts, size.context)
 
 
-def validation_batches(
-    text: torch.Tensor, size: TextSize, windows: int = _VALIDATION_BATCH
-) -> list[Batch]:
-    """Windows of a text at equal distances, so many to a batch."""
+def _validation_batches(text: torch.Tensor, size: TextSize) -> list[Batch]:
+    """Windows of a text at equal distances."""
     starts = torch.linspace(0, len(text) - size.context - 1, size.validation_windows).long()
-    return in_batches(*_windows(text, starts, size.context), windows)
+    return in_batches(*_windows(text, starts, size.context), _VALIDATION_BATCH)

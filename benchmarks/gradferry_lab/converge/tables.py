@@ -1,4 +1,4 @@
-"""Tables and curves of a suite's rows, for the terminal, a page, and a document."""
+"""Tables of a suite's rows, for the terminal and a document."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from gradferry_lab.converge.suite import (
     Suite,
 )
 from gradferry_lab.converge.summary import Row, Summary, summarize
-from gradferry_lab.output.curves import THEMES, Axis, Curve, Theme, draw_loss_curves
-from gradferry_lab.output.html import Picture, Section, html_page
 from gradferry_lab.output.table import Column, Table, markdown_table, replace_section
 from gradferry_lab.workloads import load_task
 from gradferry_lab.workloads.parallel import DDP
@@ -37,13 +35,6 @@ class Outcome:
     contest: Contest
     task: Task
     summaries: Sequence[Summary]
-
-    @property
-    def name(self) -> str:
-        """In file names and titles."""
-        first = self.contest.contestants[0]
-        sharded = "" if first.parallel == DDP else f"_{first.parallel}"
-        return f"{self.contest.task}_{first.optimizer}{sharded}"
 
 
 def judge(suite: Suite, rows: Sequence[Row]) -> list[Outcome]:
@@ -112,33 +103,6 @@ def broken_demands(outcomes: Sequence[Outcome]) -> list[str]:
     ]
 
 
-def section_of(suite: Suite, outcome: Outcome) -> Section:
-    """Table and curves of one contest."""
-    pictures = (_draw(outcome, theme) for theme in THEMES)
-    picture = Picture(f"Loss by step and by bytes sent: task {outcome.name}", *pictures)
-    return Section(table_of(suite, outcome), [picture])
-
-
-def write_pictures_and_page(
-    suite: Suite, outcomes: Sequence[Outcome], environment: Mapping[str, Any], folder: Path
-) -> list[Path]:
-    """Writes a PNG per contest, and one page with all tables and pictures."""
-    folder.mkdir(parents=True, exist_ok=True)
-    sections, written = [], []
-    for outcome in outcomes:
-        section = section_of(suite, outcome)
-        path = folder / f"{outcome.name}.png"
-        path.write_bytes(section.pictures[0].light)
-        written.append(path)
-        sections.append(section)
-    page = html_page(
-        f"gradferry converge: suite {suite.name}", _verdict_line(outcomes), sections, environment
-    )
-    path = folder / "index.html"
-    path.write_text(page, encoding="utf-8")
-    return [path, *written]
-
-
 def write_markdown(
     suite: Suite, outcomes: Sequence[Outcome], environment: Mapping[str, Any], path: Path
 ) -> None:
@@ -160,41 +124,6 @@ def _verdict_line(outcomes: Sequence[Outcome]) -> str:
     if not broken:
         return f"All {demands} demands are met."
     return f"{len(broken)} of {demands} demands are not met: {'; '.join(broken)}."
-
-
-def _draw(outcome: Outcome, theme: Theme) -> bytes:
-    is_gap = _is_gap(outcome)
-    curves = [_curve(summary, number == 0) for number, summary in enumerate(outcome.summaries)]
-    title = outcome.task.metric if is_gap else f"training loss, {outcome.task.metric}"
-    return draw_loss_curves(curves, Axis(title, smoothed=False, is_log=is_gap), theme)
-
-
-def _curve(summary: Summary, with_band: bool) -> Curve:
-    """The mean over all seeds; for the baseline with the range of its seeds."""
-    one, curves = summary.contestant, [row["curve"] for row in summary.rows]
-    losses = list(zip(*(map(_drawn, curve["losses"]) for curve in curves), strict=True))
-    return Curve(
-        label=one.codec if one.codec.startswith("torch:") else _label(summary),
-        losses=[fmean(group) for group in losses],
-        cumulative_bytes=[
-            round(fmean(group))
-            for group in zip(*(curve["wire_bytes"] for curve in curves), strict=True)
-        ],
-        steps=curves[0]["steps"],
-        lowest=[min(group) for group in losses] if with_band else (),
-        highest=[max(group) for group in losses] if with_band else (),
-    )
-
-
-def _drawn(loss: float | None) -> float:
-    return float("nan") if loss is None else loss
-
-
-def _label(summary: Summary) -> str:
-    one = summary.contestant
-    if one.mode != MOMENTUM:
-        return f"{one.codec}, {one.mode}"
-    return f"{one.codec}, {one.optimizer}{f', warm-up {one.warmup}' if one.warmup else ''}"
 
 
 def _mode(one: Contestant) -> str:
