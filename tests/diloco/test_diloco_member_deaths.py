@@ -13,26 +13,13 @@ import torch
 import torch.distributed as dist
 from gradferry import diloco
 from gradferry.reduction import global_parameters as newcomers
-from members import Alone, die, dying_inside, mean_of
+from members import Alone, die, dying_inside, mean_of, run_until_lost
 from outcomes import attempt
 from own_groups import own_group
 from training_alone import are_equal, of_all, summed
-from world import World, WorldError
 
 # Ranks that come to a rejoin wait half as long for one that has ended before they heard of it.
 GROUP_TIMEOUT = timedelta(seconds=10)
-
-
-def run_until_lost(lost: list[int], case: Callable[..., None], size: int = 4, **how: Any) -> None:
-    """Runs a case in which exactly these ranks are killed, and the others return."""
-    world = World(size)
-    try:
-        with pytest.raises(WorldError) as raised:
-            world.run(case, **how)
-    finally:
-        world.stop()
-    rows = [line for line in str(raised.value).splitlines() if line.startswith("rank ")]
-    assert rows == [f"rank {rank}: process ended with code -9" for rank in lost], raised.value
 
 
 def expect_step_taken_again(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 from unittest import mock
 
 import gradferry
+import pytest
 import torch
 import torch.distributed as dist
 from gradferry.diloco import _OuterReducer
 from torch import nn
 from training_alone import residuals, still
+from world import World, WorldError
 
 SHAPE = (96, 128)  # three tiles, so that three ranks own one
 
@@ -84,3 +86,15 @@ def dying_inside() -> Iterator[None]:
 
     with mock.patch.object(_OuterReducer, "all_reduce", send_and_die):
         yield
+
+
+def run_until_lost(lost: list[int], case: Callable[..., None], size: int = 4, **how: Any) -> None:
+    """Runs a case in which exactly these ranks are killed, and the others return."""
+    world = World(size)
+    try:
+        with pytest.raises(WorldError) as raised:
+            world.run(case, **how)
+    finally:
+        world.stop()
+    rows = [line for line in str(raised.value).splitlines() if line.startswith("rank ")]
+    assert rows == [f"rank {rank}: process ended with code -9" for rank in lost], raised.value

@@ -28,7 +28,7 @@ from gradferry.core.agreement import (
     raise_first_error,
 )
 from gradferry.core.device import CPU
-from gradferry.core.meeting import say_failed, wait_or_hear, world_ranks
+from gradferry.core.meeting import is_known, say_failed, wait_or_hear, world_ranks
 from gradferry.core.values import as_whole
 from gradferry.errors import (
     ConfigError,
@@ -279,9 +279,11 @@ class GlobalParameters:
             names = self.apart()
         elif at_start or places != self._places or self._sample.device == CPU:
             differ = ~torch.isclose(self._sample, self._sample_now(), 0, 0, equal_nan=True)
-            sizes = [_size_of_sample(_own_part(p)) for p in self._parameters.values()]
-            parts = zip(self.names, differ.split(sizes), strict=True)
-            names = [name for name, part in parts if part.any()]
+            names = []
+            if differ.any():
+                sizes = [len(_sample_of(_own_part(p))) for p in self._parameters.values()]
+                parts = zip(self.names, differ.split(sizes), strict=True)
+                names = [name for name, part in parts if part.any()]
         else:
             return []
         if not names and (places != self._places or self._hashes is not None):
@@ -601,19 +603,15 @@ def _own_part(tensor: Any) -> torch.Tensor:
     return (tensor._local_tensor if _is_shard(tensor) else tensor).detach()
 
 
-def _size_of_sample(tensor: torch.Tensor) -> int:
-    return min(tensor.numel(), _SAMPLE) * (1 + tensor.is_complex())
-
-
 def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
     """Elements from all over it, in fp64."""
     count = tensor.numel()
-    size = min(count, _SAMPLE)
-    strides = zip(tensor.shape, tensor.stride(), strict=True)
-    if sum((n - 1) * stride for n, stride in strides) + 1 == count:  # in any order, and no copy
-        part = tensor.as_strided((size,), (max(1, count // _SAMPLE),))
+    size, step = min(count, _SAMPLE), max(1, count // _SAMPLE)
+    places = zip(tensor.shape, tensor.stride(), strict=True)
+    if tensor.is_contiguous() or sum((n - 1) * stride for n, stride in places) + 1 == count:
+        part = tensor.as_strided((size,), (step,))  # in any order, and no copy
     else:
-        part = tensor.reshape(-1)[:: max(1, count // _SAMPLE)][:size]
+        part = tensor.reshape(-1)[::step][:size]
     if part.is_complex():
         part = torch.view_as_real(part).reshape(-1)
     return part.double()
@@ -747,7 +745,7 @@ def refuse_average_of_every_step(model: nn.Module, group: dist.ProcessGroup) -> 
     """Raises ConfigError where DistributedDataParallel averages gradients of these ranks, too."""
     ranks = set(world_ranks(group))
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, DistributedDataParallel) and is_known(group):
             averaged = set(world_ranks(module.process_group))
             if len(ranks) > 1 and ranks <= averaged:
                 raise ConfigError(
