@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -27,7 +25,7 @@ from gradferry.ddp.attach import attach
 from gradferry.ddp.batch import batch_loss, misfit
 from gradferry.ddp.interval import Interval
 from gradferry.ddp.model import distributed_in
-from gradferry.ddp.schedule import ProcessorWait, Schedule, about, busy_notes
+from gradferry.ddp.schedule import ProcessorWait, busy_notes
 from gradferry.ddp.trial import (
     CODECS,
     COUNTED_STEPS,
@@ -55,7 +53,6 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 }
 DEFAULT_HOOKS = (PLAIN, "torch:bf16", *CODECS)
 _NO_SYNC = Candidate("no communication", 0.0, needs_memory=False)
-_PROBE_ELEMENTS = 1 << 20  # of fp32: a third of a second at 100 Mb/s, between two ranks
 _BEFORE = 2  # steps: in the first DDP arranges its buckets, and the optimizer makes its state
 
 # Shorter steps of a processor vary by as much as they take: its scheduler gives turns of that size.
@@ -205,8 +202,7 @@ def doctor(
             ``torch:fp32``, ``torch:bf16``, ``q4`` and ``q8``. ``torch:fp32``, plain
             DistributedDataParallel, is always tried. Where ranks share nodes every codec is tried
             with both exchanges.
-        show: whether rank 0 prints which hook it tries and how long the rest will take, and what
-            was found.
+        show: whether rank 0 prints which hook it tries, and what was found.
 
     Returns:
         What was found, the same on all ranks; ``verdict`` is one sentence, and ``print`` shows the
@@ -315,23 +311,17 @@ class _Examination:
         self._elements = sum(p.numel() * (1 + p.is_complex()) for _, p in reduced_parameters(ddp))
 
     def run(self) -> Diagnosis:
-        self._emit("training steps without communication, to estimate how long the rest takes")
+        self._emit("training steps without communication")
         silent = Trial([_NO_SYNC], self._clock, self._slowest)
         _, share = self._try(silent, _NO_SYNC)
         (waited,) = self._slowest([share])
         silent_s = silent.outcomes[0].seconds
         trial = Trial(self._candidates, self._clock, self._slowest)
-        schedule = Schedule(trial.waiting, _BEFORE, silent_s, self._seconds_per_bit())
         sent: dict[Candidate, int] = {}
         while (candidate := trial.current) is not None:
-            number = len(self._candidates) - len(trial.waiting) + 1
-            self._emit(
-                f"trying {candidate.name}{' again' * (candidate in sent)}, {number} of "
-                f"{len(self._candidates)}, {about(schedule.left(trial.waiting))} left"
-            )
-            started = time.monotonic()
+            again = " again" if candidate in sent else ""
+            self._emit(f"trying {candidate.name}{again}, {len(trial.waiting)} to go")
             sent[candidate], _ = self._try(trial, candidate)
-            schedule.note(candidate, time.monotonic() - started)
         plain = plain_of(trial.outcomes)
         steps = tuple(
             Step(
@@ -420,16 +410,6 @@ class _Examination:
         }
         if hook in compress:
             model.register_comm_hook(self._group, compress[hook])
-
-    def _seconds_per_bit(self) -> float:
-        """What a transfer of all gradients takes for every bit that is sent of an element."""
-        count = min(self._elements, _PROBE_ELEMENTS)
-        probe = torch.zeros(count, dtype=torch.float32, device=self._place)
-        for _ in range(2):  # the first connects ranks
-            begin = self._clock.mark()
-            dist.all_reduce(probe, group=self._group)
-            seconds = self._clock.seconds(begin, self._clock.mark())
-        return self._slowest([seconds])[0] / (8 * probe.nbytes) * self._elements
 
     def _slowest(self, values: Sequence[float]) -> list[float]:
         return most_of_ranks(values, self._group, self._meeting)

@@ -120,7 +120,7 @@ def case_tried(
         return made
 
     seen: list[tuple[str, str]] = []
-    gradients, states, reasons, allocations = [], [], [], []
+    gradients, states, reasons = [], [], []
     with (
         logged() as messages,
         mock.patch.object(running, name, fail_if_broken),
@@ -132,13 +132,11 @@ def case_tried(
             choice = stats["choice"]
             seen.append((choice["codec"], choice["exchange"]))
             reasons.append(choice["reason"])
-            allocations.append(stats["workspace_allocations"])
             states.append(run.state.state_dict())
     return {
         "seen": seen,
         "codecs": [codec for codec, _ in seen],
         "reasons": reasons,
-        "allocations": allocations,
         "gradients": gradients,
         "hashes": run.hashes,
         "choice": choice,
@@ -229,10 +227,6 @@ def test_on_a_slow_link_precise_candidates_are_given_up_early(world_of_2: World)
     assert made["codec"] == "q4"
     text, stats = answers[0]["text"], answers[0]["stats"]
     assert "chosen by 'auto': the most precise of the fastest" in text
-    # What engines count continues in those after them.
-    allocations = answers[0]["allocations"]
-    assert allocations == sorted(allocations)
-    assert allocations[-1] > allocations[1]
     # Of 25 steps those of `off` sent nothing that is counted.
     sent, delay = (stats[key] / (25 - CUT) for key in ("wire_bytes", "exposed_ms"))
     assert text.splitlines()[-1] == (
@@ -466,7 +460,7 @@ def noise(kind: str, draw: random.Random) -> Iterator[float]:
 
 @pytest.mark.parametrize(
     ("kind", "least"),
-    [("quiet", 1.0), ("evaluations", 1.0), ("heavy tails", 0.9), ("drift", 0.9), ("bursts", 0.9)],
+    [("quiet", 1), ("evaluations", 1), ("heavy tails", 0.97), ("drift", 1), ("bursts", 0.95)],
 )
 def test_the_choice_is_near_the_best_whatever_disturbs_the_steps(kind: str, least: float) -> None:
     """Within `MARGIN` and what precision is worth, in this share of trials at least."""

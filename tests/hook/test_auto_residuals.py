@@ -256,26 +256,6 @@ def test_what_workers_withheld_stays_when_the_exchange_changes(
         np.testing.assert_allclose(after, before, rtol=5 * 2.0**-24)
 
 
-def case_owner_residuals(scenario: Scenario) -> list[np.ndarray]:
-    """Owner residuals before and after a change of codec."""
-    run = Run(scenario)
-    bound = bound_to(run.state)
-    bound.running.switch(bound.hook, parse_codec("q4"), 0)
-    for step in range(3):
-        run.step(step)
-    before = residuals_by_element(bound.running.engine, "owner")
-    bound.running.switch(bound.hook, parse_codec("q8"), 3)
-    return [before, residuals_by_element(bound.running.engine, "owner")]
-
-
-def test_what_owners_withheld_goes_to_the_new_owners(world_of_2: World) -> None:
-    answers = world_of_2.run(case_owner_residuals, scenario=AUTO)
-    before = sum(answer[0] for answer in answers)
-    after = sum(answer[1] for answer in answers)
-    assert before.any()
-    assert np.array_equal(before, after)
-
-
 def case_momentum(scenario: Scenario) -> list[np.ndarray]:
     """Three steps under exact, and the fourth under bf16."""
     run = Run(scenario)

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry import _native
-from gradferry.core import agreement, meeting
+from gradferry.core import agreement
 from gradferry.reduction import running
 from on_ranks import on_ranks
 from outcomes import Outcome, attempt
@@ -239,26 +239,6 @@ def test_the_same_model_attaches_after_a_failed_attach() -> None:
     ddp = DistributedDataParallel(ChosenGradients(Scenario(WEIGHTS)))
     assert attempt(lambda: hooked(ddp, seed=dist.get_rank())).error == "RankMismatchError"
     hooked(ddp)
-
-
-@pytest.mark.parametrize(
-    "odd_rank", [0, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2))]
-)
-@on_ranks(3)
-def test_rank_in_another_group_is_missed_by_the_others(odd_rank: int) -> None:
-    """One rank takes another group of the same ranks for the one that all use. No rank can tell it
-    from one that is late, so it takes as long as ranks are waited for.
-    """
-    groups, rank = [dist.new_group(), dist.new_group()], dist.get_rank()
-    tensors = [(w.name, torch.zeros(w.shape)) for w in WEIGHTS]
-    patience = datetime.timedelta(seconds=1)
-    with mock.patch.object(meeting, "MOST_PATIENCE", patience):
-        outcome = attempt(lambda: gradferry.Reducer(tensors, "q4", groups[rank == odd_rank]))
-    dist.barrier()
-    others = [str(other) for other in RANKS if other != odd_rank]
-    missed = f"ranks {' and '.join(others)}" if rank == odd_rank else f"rank {odd_rank}"
-    assert outcome.error == "PeerError"
-    assert re.match(rf"{missed} did not make a Reducer|{missed} did not", outcome.text), outcome
 
 
 # --- in a step ------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import Config, Sized, make_config
 from gradferry.core.engine import planned_bytes
 from gradferry.core.parameters import ParameterLayout, describe_parameters
-from gradferry.ddp.auto import Choice
 from gradferry.ddp.state import bound_to
 from on_ranks import on_ranks
 from outcomes import attempt
@@ -277,39 +276,6 @@ def test_whole_parameters_decide_under_fsdp2() -> None:
 
 
 # --- codec="auto"
-
-
-@pytest.mark.parametrize(("codec", "small"), [("q4", None), ("sign1", "q4"), (TOPK, "q4")])
-def test_a_saved_choice_names_the_codec_of_small_matrices(codec: str, small: str | None) -> None:
-    spec = parse_codec(codec)
-    saved = Choice(codec=spec, made=True).saved()
-    assert (saved["codec"], saved["small"]) == (str(spec), small)
-    assert Choice.restored(saved).codec == spec
-
-
-def without_the_field(codec: str) -> dict[str, Any]:
-    """A choice as versions before the field `small` saved it."""
-    saved = {**Choice(made=True).saved(), "codec": codec}
-    del saved["small"]
-    return saved
-
-
-def test_a_choice_without_the_field_is_read_by_its_words() -> None:
-    for codec in ("sign1", str(parse_codec(TOPK))):
-        worded = without_the_field(f"{codec} and q4 for the smallest matrices")
-        assert str(Choice.restored(worded).codec) == codec
-    assert str(Choice.restored(without_the_field("q4")).codec) == "q4"
-    assert str(Choice.restored(without_the_field("sign1")).codec) == "sign1"  # q4 delivers as much
-    with pytest.raises(gradferry.StateError, match=r"sent all matrices with topk:ratio=0\.05"):
-        Choice.restored(without_the_field(str(parse_codec(TOPK))))
-
-
-@pytest.mark.parametrize("small", ["q8", "", 4, True, [], b"q4"])
-def test_a_choice_with_another_codec_of_small_matrices_is_refused(small: object) -> None:
-    for codec in ("q4", "sign1", TOPK):
-        saved = Choice(codec=parse_codec(codec), made=True).saved()
-        with pytest.raises(gradferry.StateError, match="is no choice of codec='auto': small"):
-            Choice.restored({**saved, "small": small})
 
 
 @on_ranks()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -23,8 +22,7 @@ from gradferry.ddp.state import bound_to
 from gradferry.ddp.trial import DeviceClock
 from gradferry.reduction import start
 from priced_device import LAYERS, NUM_ELEMENTS, WIDTH, Prices, group_without_cpu, priced, wrapped
-from scenario import Scenario, Weight
-from test_auto import FOUND, TRIAL, case_given, equal, try_all
+from test_auto import FOUND, TRIAL
 from test_auto_residuals import residuals_by_element
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -241,19 +239,6 @@ def test_auto_follows_the_clock_of_the_device(worlds: Worlds, has_cpu: bool) -> 
     assert seconds[-1] == pytest.approx(1e-3 * choice["measured_ms"]["q4"], rel=0.01)
 
 
-def test_auto_does_not_compress_on_a_fast_link(worlds: Worlds) -> None:
-    for choice, _ in worlds(2).run(case_auto, prices=FAST, layer_s=20e-6):
-        assert choice["codec"] == "off"
-        assert choice["measured_ms"]["off"] < choice["measured_ms"]["q4"]
-
-
-def test_auto_measures_bytes_that_pass_through_the_host(worlds: Worlds) -> None:
-    answers = worlds(2).run(case_auto, prices=Prices(), kind="staged")
-    first, second = (choice for choice, _ in answers)
-    assert first == second
-    assert set(first["measured_ms"]) == {"q4", "off"}
-
-
 @pytest.mark.parametrize(
     ("near", "has_cpu", "exchange"), [(NEAR, False, "two-level"), (1.0, True, "flat")]
 )
@@ -295,28 +280,3 @@ def test_what_owners_withheld_moves_without_a_backend_for_the_cpu(worlds: Worlds
     before, after = (sum(answer[i] for answer in answers) for i in (0, 1))
     assert before.any()
     assert np.array_equal(before, after)
-
-
-SCENARIO = Scenario(
-    (Weight("first", (90, 70)), Weight("second", (120, 60))),
-    world_size=4,
-    codec="auto",
-    error_feedback="none",
-    ddp={"bucket_cap_mb": 0.02},
-)
-
-
-@pytest.mark.parametrize("device", ["streamed", "staged"])
-def test_all_ranks_of_a_device_change_the_exchange_at_the_same_step(
-    worlds: Worlds, device: str
-) -> None:
-    scenario = dataclasses.replace(SCENARIO, device=device)
-    world = worlds(4)
-    answers = try_all(world, scenario, {"q4 two-level": 100.0}, steps=5, found=EVEN)
-    assert answers[0]["seen"] == [("q4", "flat")] * 2 + [("q4", "two-level")] * 3
-    given = dataclasses.replace(scenario, codec="q4", options={"nodes": 2})
-    begun = world.run(case_given, scenario=given, begin=2, steps=5, found=EVEN)
-    for answer, expected in zip(answers, begun, strict=True):
-        assert equal(answer["gradients"][2:], expected)
-        assert "exchange: two levels, 2 nodes" in answer["text"]
-        assert answer["stats"]["local_bytes"] > 0

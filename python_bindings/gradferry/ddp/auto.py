@@ -19,7 +19,7 @@ from typing import Any
 from gradferry import _native
 from gradferry.core.agreement import meeting_place, most_of_ranks
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
-from gradferry.core.config import COARSE_BITS, EXACT, FIRST_OF_AUTO, SMALL_CODEC, Config
+from gradferry.core.config import COARSE_BITS, EXACT, FIRST_OF_AUTO, Config
 from gradferry.core.nodes import FLAT, TWO_LEVEL, Exchange, exchanges_to_choose_from
 from gradferry.ddp.trial import (
     CODECS,
@@ -40,8 +40,6 @@ _log = logging.getLogger("gradferry")
 FIRST_TRIAL = 2  # DDP arranges its buckets in the steps before
 TRY_AGAIN_AFTER = 1000  # steps; doubled after every change, which limits the number of changes
 _IN_MOMENTUM_MODE = "rht:bits=3"  # beside codecs below 3 bits
-# In checkpoints without the field `small`, behind a coarse codec: the smallest matrices had q4.
-_SMALL_HAD_Q4 = " and q4 for the smallest matrices"
 # What is withheld of a parameter is delivered in the next step that uses it. A candidate for which
 # that takes longer is left out.
 _DELIVERING_STEPS = 10
@@ -99,33 +97,6 @@ def _exchange(name: object) -> str | None:
     return None if name is None else str(name)
 
 
-def _small_of(codec: CodecSpec) -> str | None:
-    """The codec of the smallest matrices, where it is not that of the others."""
-    return str(SMALL_CODEC) if codec.bits() < COARSE_BITS else None
-
-
-def _saved_codec(saved: Mapping[str, Any]) -> CodecSpec:
-    """Checks what a checkpoint says of the codec, and of that of the smallest matrices.
-
-    Raises:
-        StateError: matrices that now are sent with SMALL_CODEC had this one, behind which a
-            residual holds more for the same momentum (`Config.momentum_share`).
-    """
-    text = saved["codec"]
-    codec = parse_codec(text.removesuffix(_SMALL_HAD_Q4))
-    said = "q4" if text.endswith(_SMALL_HAD_Q4) else None
-    small, expected = saved.get("small", said), _small_of(codec)
-    if not any(same(small, known) for known in (None, expected)):
-        raise ValueError(f"small {shown(small)} is not {expected!r}")
-    if small != expected and _native.momentum_behind(str(codec), 0.5) != 0.5:
-        raise StateError(
-            f"the saved state is of a training that sent all matrices with {codec}; now the "
-            f"smallest have {SMALL_CODEC}, which would deliver too much of what was withheld of "
-            "them. Go on without this state, and lose what was withheld"
-        )
-    return codec
-
-
 @dataclass
 class Choice:
     """The current choice. The fields in `saved` are equal on all ranks."""
@@ -150,8 +121,8 @@ class Choice:
             if not isinstance(saved, Mapping):
                 raise TypeError("it is no dict")
             return cls(
-                codec=_saved_codec(saved),
-                exchange=_exchange(saved.get("exchange")),  # states of earlier versions have none
+                codec=parse_codec(saved["codec"]),
+                exchange=_exchange(saved["exchange"]),
                 made=bool(_count(saved["made"])),
                 reason="restored from a checkpoint",
                 step=_count(saved["step"]),
@@ -167,7 +138,6 @@ class Choice:
         """The fields for a checkpoint."""
         return {
             "codec": str(self.codec),
-            "small": _small_of(self.codec),
             "exchange": self.exchange,
             "made": self.made,
             "step": self.step,

@@ -1,19 +1,9 @@
-"""How long trials will take, and whether the processors were busy with something else meanwhile."""
+"""Whether the processors were busy with something else, and times for people."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-
-from gradferry.ddp.trial import (
-    COUNTED_STEPS,
-    HOPELESS,
-    HOPELESS_STEPS,
-    SETTLING_STEPS,
-    Candidate,
-)
-
-_START_S = 0.5  # to copy a small model and to connect its ranks
 
 
 def busy_notes(waited: float, when: str) -> list[str]:
@@ -28,45 +18,6 @@ def busy_notes(waited: float, when: str) -> list[str]:
         "Figures are worse for it, and not equally: measure again when it is idle, or with fewer "
         "threads per rank."
     ]
-
-
-class Schedule:
-    """How long candidates will take, corrected by the time that those before them took.
-
-    A step is expected to take its computation and then its transfer.
-
-    Args:
-        candidates: in the order in which they are tried.
-        before: steps of each that are not part of the trial.
-        silent_s: seconds of a step without communication.
-        seconds_per_bit: of the transfer, for every bit that is sent of an element.
-    """
-
-    def __init__(
-        self,
-        candidates: Sequence[Candidate],
-        before: int,
-        silent_s: float,
-        seconds_per_bit: float,
-    ) -> None:
-        self._expected: dict[Candidate, float] = {}
-        self._done = self._taken = 0.0
-        least = float("inf")
-        for candidate in candidates:
-            step = silent_s + candidate.bits * seconds_per_bit
-            least = min(least, step)
-            counted = HOPELESS_STEPS if step > HOPELESS * least else COUNTED_STEPS
-            self._expected[candidate] = _START_S + (before + SETTLING_STEPS + counted) * step
-
-    def note(self, candidate: Candidate, seconds: float) -> None:
-        """Says how long a candidate took."""
-        self._done += self._expected[candidate]
-        self._taken += seconds
-
-    def left(self, candidates: Iterable[Candidate]) -> float:
-        """Seconds that these will take."""
-        correction = self._taken / self._done if self._done else 1.0
-        return correction * sum(self._expected[each] for each in candidates)
 
 
 def about(seconds: float) -> str:

@@ -29,8 +29,8 @@ LOSSES = {"rht:bits=3": "with AdamW it ended 0.73 % above fp32 on text and 1.72 
 
 SETTLING_STEPS = 2  # of a turn: they connect ranks and touch new memory
 COUNTED_STEPS = 5
-# A candidate is tried no further once two steps in a row, the first that count in a turn, take more
-# than so many times what the fastest takes: one slow step may be an evaluation.
+# A candidate is given up if two steps in a row, the first that count, take more than so many times
+# what the fastest takes: one slow step may be an evaluation.
 HOPELESS, HOPELESS_STEPS = 1.5, 2
 MOST_TURNS = 3  # of a candidate
 # No further turns once the one that would be chosen may be slower than another by this at most, as
@@ -68,7 +68,7 @@ class Outcome:
     Attributes:
         turns: seconds of the counted steps of each turn in ascending order, each on the rank where
             it is greatest.
-        is_hopeless: whether it was given up in its last turn.
+        is_hopeless: whether it was given up.
     """
 
     candidate: Candidate
@@ -185,8 +185,8 @@ class Trial:
         # Where one rank has paused, the others wait for it a step earlier or later: so every rank
         # puts its own times in order first.
         turn = tuple(self._slowest(sorted(times)))
-        others = [each.seconds for each in self.outcomes if each.candidate != self.current]
-        is_hopeless = bool(others) and counted < COUNTED_STEPS and turn[0] > HOPELESS * min(others)
+        least = min((outcome.seconds for outcome in self.outcomes), default=turn[0])
+        is_hopeless = self._turn == 1 and turn[0] > HOPELESS * least
         if counted < COUNTED_STEPS and not is_hopeless:
             return False
         candidate = self._waiting.pop(0)
