@@ -202,9 +202,6 @@ def test_the_text_has_the_verdict_first_and_every_hook() -> None:
     assert "4 ranks, 1,000 elements in 2 parameters on cpu" in str(found)
     assert "(2 steps): so much slower than another that no more were made." in str(found)
     assert "*: trains well only in momentum mode (momentum=)." in str(found)
-    assert "cannot be" not in str(found)
-    found = Diagnosis("Use q4.", steps, 0.12, 4, 2, 1000, "cpu")
-    assert "without communication took longer than one with sign1, which cannot be" in str(found)
 
 
 # By thread: milliseconds on a processor and waiting for one, before and after.
@@ -296,15 +293,6 @@ def check_rows(rows: list[dict[str, Any]], hooks: set[str]) -> dict[str, dict[st
     assert found["torch:fp32"]["wire_bytes"] == 4 * verdict["elements"]
     assert 6 < found["torch:fp32"]["wire_bytes"] / found["q4"]["wire_bytes"] < 8
     return found
-
-
-@pytest.mark.slow
-def test_doctor_smoke_on_loopback(rows_of, capsys) -> None:
-    rows = rows_of(*SMOKE)
-    check_rows(rows, {"torch:fp32", "q4"})
-    shown = capsys.readouterr().out
-    assert rows[-1]["text"] in shown
-    assert "gradferry doctor: small, 2 ranks, link loopback" in shown
 
 
 @pytest.mark.usefixtures("namespaces_allowed")

@@ -84,7 +84,7 @@ CHANGED = {
     ),
     "old.py": (
         "def main()",
-        'import gradferry.reduction.running as used\nused.GRADFERRY_VERSION = "0.1.0"\ndef main()',
+        'import gradferry.core.agreement as used\nused.GRADFERRY_VERSION = "0.1.0"\ndef main()',
     ),
 }
 # By words of the cause in the table: what both machines run first, and what each runs.

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 from gradferry import _native
-from gradferry._build_info import GRADFERRY_VERSION
 from gradferry.core.agreement import (
     Record,
     losing_names_ranks,
@@ -486,7 +485,6 @@ def propose(
         transport=transport,
         agreed={
             **model,
-            "gradferry version": GRADFERRY_VERSION,
             "wire version": _native.WIRE_VERSION,
             **config.record(),
             "device": place.type,
