@@ -205,8 +205,8 @@ class ResizedState:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        mine = self._state.parts  # others' may be as large as the model
         entries = FileSystemReader(self._checkpoint).read_metadata().state_dict_metadata
+        mine = self._wanted(path.split(".") for path in entries)
         room: dict[str, Any] = {}
         for path, entry in entries.items():
             prefix, *parts = path.split(".")
@@ -222,16 +222,20 @@ class ResizedState:
             inner[name] = value
         if not room:
             where = f"{self._key}.{mine[0]}" if mine else self._key
-            raise StateError(
-                f"the checkpoint {self._checkpoint} has nothing under {where!r}"
-                + (
-                    ""
-                    if not mine
-                    else "; what is withheld of a shard stays with it: load it "
-                    "with as many shards as saved it, or go on without what was withheld"
-                )
-            )
+            raise StateError(f"the checkpoint {self._checkpoint} has nothing under {where!r}")
         return room
+
+    def _wanted(self, paths: Iterable[Sequence[str]]) -> Sequence[str]:
+        """The parts of a sharded model that are loaded: this rank's, since others' may be as large
+        as the model; where it was divided otherwise, all of that kind.
+        """
+        held = {path[1] for path in paths if path[0] == self._key and len(path) > 2}
+        wanted: list[str] = []
+        for part in self._state.parts:
+            kind = part.partition("_")[0]
+            others = sorted(each for each in held if each.startswith(f"{kind}_"))
+            wanted += [part] if part in held or not others else others
+        return wanted
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Does what `HookState.load_state_dict` does, with the `on_resize` of this state."""

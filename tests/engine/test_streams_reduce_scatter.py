@@ -1,6 +1,6 @@
 """A reduce-scatter on a device with streams: the cases of test_reduce_scatter.py, to the bit.
 
-tests/fsdp/test_fsdp2_device_scatter.py has what FSDP2 sees of it.
+tests/fsdp/test_fsdp2_device.py has what FSDP2 sees of it.
 """
 
 from __future__ import annotations

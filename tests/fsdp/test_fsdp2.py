@@ -432,21 +432,31 @@ def missing(states: Sequence[dict[str, Any]]) -> float:
     return float(worker + sum(slot["owner"].double().sum() for slot in slots))
 
 
-def case_other_shards(saved: dict[str, Any]) -> list[Outcome]:
-    state = Training(Sharding(1, 4), MODES[0]).state
-    return [
+def case_other_shards(saved: dict[str, Any], attach: dict[str, Any]) -> tuple[list[Outcome], int]:
+    training = Training(Sharding(1, 4), attach)
+    state = training.state
+    outcomes = [
         attempt(lambda: state.load_state_dict(saved, on_resize="mean")),
+        attempt(lambda: state.load_state_dict(saved, on_resize="drop")),
         attempt(lambda: state.load_state_dict([])),
     ]
+    training.train(range(1))
+    return outcomes, next(iter(state.state_dict().values()))["steps"]
 
 
-def test_states_of_other_shards_are_refused(worlds: Worlds, tmp_path: Path) -> None:
+@pytest.mark.parametrize("feedback", ["both", "none"])
+def test_states_of_other_shards_are_refused_where_something_would_be_lost(
+    worlds: Worlds, tmp_path: Path, feedback: str
+) -> None:
     from gradferry.checkpoint import merge
 
-    how = {"sharding": Sharding(), "attach": MODES[0], "path": str(tmp_path / "dcp")}
+    attach = {"codec": "q4", "error_feedback": feedback}
+    how = {"sharding": Sharding(), "attach": attach, "path": str(tmp_path / "dcp")}
     saved = merge(each["state"] for each in worlds(4).run(case_save_and_go_on, **how))
     assert sorted(saved["shard_1_of_2"]) == sorted(saved["shard_0_of_2"])
     assert {"slot_0", "slot_1"} <= set(saved["shard_1_of_2"])
-    for rank, outcomes in enumerate(worlds(4).run(case_other_shards, saved=saved)):
-        assert [outcome.error for outcome in outcomes] == ["StateError"] * 2
-        assert f"nothing of shard_{rank}_of_4, only ['shard_0_of_2'" in outcomes[0].text
+    for outcomes, steps in worlds(4).run(case_other_shards, saved=saved, attach=attach):
+        refused = "StateError" if feedback == "both" else None
+        assert [outcome.error for outcome in outcomes] == [refused, None, "StateError"]
+        assert feedback == "none" or "on_resize='drop'" in outcomes[0].text
+        assert steps == saved["shard_0_of_2"]["steps"] + 1

@@ -67,11 +67,16 @@ def patience(group: dist.ProcessGroup, place: torch.device) -> timedelta:
         group: of the ranks.
         place: a device that the group has a backend for.
     """
+    return min(timeout_of(group, place) / 2, MOST_PATIENCE)
+
+
+def timeout_of(group: dist.ProcessGroup, place: torch.device) -> timedelta:
+    """The timeout of the group's backend for this device."""
     try:
         timeout: timedelta = group._get_backend(place).options._timeout
     except (RuntimeError, AttributeError):  # a backend without options
-        return MOST_PATIENCE
-    return min(timeout / 2, MOST_PATIENCE)
+        return 2 * MOST_PATIENCE
+    return timeout
 
 
 def meet(

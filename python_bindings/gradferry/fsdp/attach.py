@@ -27,7 +27,13 @@ from gradferry.fsdp.hooks import (
     ReduceScatterHook,
     ReplicaHook,
 )
-from gradferry.fsdp.model import Shard, ShardedModule, sharded_modules, unsharded_parameters
+from gradferry.fsdp.model import (
+    Shard,
+    ShardedModule,
+    expect_values,
+    sharded_modules,
+    unsharded_parameters,
+)
 from gradferry.fsdp.rendezvous import (
     agree,
     any_gives,
@@ -291,6 +297,8 @@ def _propose(
 def _values(model: nn.Module) -> Record:
     """Hashes of all parameters, also of those that are frozen, as this rank has them."""
     local = {name: getattr(p, "_local_tensor", p) for name, p in model.named_parameters()}
+    for name, tensor in local.items():
+        expect_values(name, tensor)
     hashes = _native.parameter_hashes(list(local.values()))
     return {
         f"values of {name!r}, in which replicas must begin equal (seed them alike, or load one "

@@ -13,12 +13,13 @@ from torch import nn
 from torch.autograd import Variable
 
 from gradferry import _native
-from gradferry.errors import GradferryError
+from gradferry.core.agreement import meeting_place
+from gradferry.core.meeting import meet, timeout_of
+from gradferry.errors import GradferryError, PeerError
 from gradferry.fsdp.hooks import InOwnMemory, ModuleHook, ReduceScatterHook
 from gradferry.fsdp.model import ShardedModule
 from gradferry.reduction.running import Running
 
-_BACKWARD = "PRE_BACKWARD"
 Result = TypeVar("Result")
 
 
@@ -64,6 +65,22 @@ class Gathers:
                     running.engine.fail(str(error).splitlines()[0])
             raise
 
+    def meet(self) -> None:
+        """Waits until all ranks gather exactly, or raises PeerError on all: others may be in a
+        pass, and wait for this one's messages.
+        """
+        running = self._running
+        group = running.group
+        place = meeting_place(group, running.transport.device)
+        try:
+            # Before those that wait for a message of this rank give up.
+            meet(group, 0.9 * timeout_of(group, place), "enter exact_gathers()")
+        except PeerError as error:
+            text = f"{str(error).partition(';')[0]}; enter it on all ranks, or on none"
+            if running.engine is not None:
+                running.engine.fail(text)
+            raise PeerError(text) from None
+
     def watch(self, model: nn.Module) -> None:
         """Settles at the end of every forward pass from now on."""
         model.register_forward_hook(lambda *_: self.settle())
@@ -103,7 +120,7 @@ class GatherHook(InOwnMemory, ModuleHook):
         size = len(module.gathered) * running.world_size
         self._indices = list(range(first, first + size))
         self._own_elements = sum(shard.size.numel() for shard in module.gathered)
-        self._is_kept = False  # what was gathered last
+        self._kept: object = None  # of which parameters is what was gathered last, if it is kept
 
     def set(self) -> None:
         self._default = self._module.replace_all_gather(self)
@@ -136,7 +153,7 @@ class GatherHook(InOwnMemory, ModuleHook):
         engine = self._running.engine
         if engine is None or self._gathers.exact or self._module.gathers_again:
             if not self._module.gathers_again:
-                self._is_kept = False
+                self._kept = None
             self.passed += 1
             self._gathers.settle()  # a rank that has found an error does not come to this
             work: dist.Work | None = self._default(
@@ -147,14 +164,23 @@ class GatherHook(InOwnMemory, ModuleHook):
             )
             return work
         self._gathers.end_others_after(lambda: self._expect_unchanged(input_tensor, group))
-        # After an exception FSDP2's state is that of the pass that it has ended.
-        in_backward = torch._C._current_graph_task_id() != -1
-        backward = in_backward and self._module.gathers_for == _BACKWARD
-        if backward and self._is_kept:
+        keeps, backward = self._running.config.keep_gathered, _in_backward()
+        content = self._content(input_tensor) if keeps else None
+        if backward and keeps and self._kept == content:
             answer = functools.partial(engine.decode_kept, self._indices, output_tensor)
             if self._gathers.end_others_after(answer):
                 return None
+        self._kept = content
         return self._gather(output_tensor, input_tensor, backward=backward)
+
+    def _content(self, input_tensor: torch.Tensor) -> object:
+        """What parameters must still be where kept messages answer: somebody else may have changed
+        them since, such as an evaluation of averaged weights between a forward and its backward
+        pass. On a device, whose host must not wait, what torch notes of it.
+        """
+        if self._running.transport.on_host:
+            return _native.parameter_hashes([input_tensor])
+        return self._module.fingerprint()
 
     def _gather(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *, backward: bool
@@ -166,7 +192,6 @@ class GatherHook(InOwnMemory, ModuleHook):
             self._gathers.note_backward()
         assert self._calls is not None
         pending = self._calls.start([(self._indices, output_tensor)], in_background=False)
-        self._is_kept = self._running.config.keep_gathered
         if self._running.transport.on_host:
             return _Gathering(pending, self._gathers)
         self._gathers.end_others_after(pending.wait)
@@ -182,15 +207,22 @@ class GatherHook(InOwnMemory, ModuleHook):
         expected = running.parameters[self._indices[0]].dtype
         if given.dtype != expected:
             self._fail(
-                f"the parameters of {name!r} are gathered in {given.dtype}, and at attach the "
-                f"mixed precision policy said {expected}; attach after the last change to it and "
-                "to the dtypes of parameters"
+                f"the parameters of {name!r} are gathered in {given.dtype}, and at attach it was "
+                f"to be {expected}; attach after the last change to the mixed precision policy and "
+                "to dtypes of parameters"
             )
         if given.numel() != self._own_elements:
             self._fail(
                 f"{name!r} gathers {given.numel()} elements of this rank, and had "
                 f"{self._own_elements} at attach; attach after the last change to the model"
             )
+
+
+def _in_backward() -> bool:
+    """Not by FSDP2's state: after an exception that is of the pass that has ended, and in forward
+    passes that checkpointing repeats it is that of a forward pass.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 class _Gathering(dist.Work):

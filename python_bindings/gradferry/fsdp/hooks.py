@@ -61,6 +61,14 @@ class Passes:
         """
         Variable._execution_engine.queue_callback(self._end)
 
+    def end_broken(self) -> None:
+        """Ends a pass that an exception has ended, and whose callbacks autograd has dropped, after
+        FSDP2's ``reset_iter_state()``.
+        """
+        if self._called and all(module.gathers_for == "IDLE" for module in self._modules):
+            self._is_queued = False
+            self._finish()
+
     def _end(self) -> None:
         self._is_queued = False
         # With reentrant checkpointing, modules come in backward passes within this one.
@@ -180,6 +188,10 @@ class GradientHook(ModuleHook):
         """The number of parts of every parameter in what FSDP2 hands over."""
         return 1
 
+    def end_broken_pass(self) -> None:
+        """See `Passes.end_broken`."""
+        self._passes.end_broken()
+
     def _average(self, gradient: torch.Tensor) -> bool:
         """Averages the gradients in place, on the current stream.
 
@@ -204,19 +216,20 @@ class GradientHook(ModuleHook):
             return False
         self._passes.note(self._number, engine)
         indices = self._passes.indices(self._number)
-        expected = self._running.parameters[indices[0]].dtype
+        expected = self._module.shards[0].dtype
         if gradient.dtype != expected:
             self._fail(
                 f"the gradients of {self._module.name!r} are reduced in {gradient.dtype}, and at "
-                f"attach the mixed precision policy said {expected}; attach after the last change "
-                "to it and to the dtypes of parameters"
+                f"attach it was to be {expected}; attach after the last change to the mixed "
+                "precision policy, to dtypes of parameters and to their grad_dtype"
             )
         parts = self.num_parts(self._running.world_size)
         if gradient.numel() != parts * self._module.num_elements:
             self._note_part(indices, engine)
             return False
         assert self._calls is not None
-        self._calls.start([(indices, gradient)], in_background=False).wait()
+        real = torch.view_as_real(gradient).view(-1) if gradient.is_complex() else gradient
+        self._calls.start([(indices, real)], in_background=False).wait()
         return True
 
     def _note_part(self, indices: Sequence[int], engine: _native.BucketEngine) -> None:

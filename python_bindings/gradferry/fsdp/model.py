@@ -85,6 +85,7 @@ class ShardedModule:
             )
             for each in group.fsdp_params
         ]
+        self._kinds = [_kind(shard.parameter) for shard in self.gathered]
 
     @property
     def num_elements(self) -> int:
@@ -177,14 +178,41 @@ class ShardedModule:
         """
         return bool(self._param_group().is_sharded_post_forward)
 
-    @property
-    def gathers_ahead(self) -> bool:
-        """Whether ``unshard(async_op=True)`` has begun a gather that nothing has waited for."""
-        return self._param_group()._all_gather_result is not None
-
     def reshard(self) -> None:
-        """Frees gathered parameters, so that the next use gathers them again."""
-        self._param_group().reshard()
+        """Frees gathered parameters, so that the next use gathers them again: also those of a
+        gather ahead that nothing has waited for, since the pass left the module out.
+        """
+        group = self._param_group()
+        group.wait_for_unshard()
+        group.reshard()
+
+    def fingerprint(self) -> object:
+        """Changes when torch replaces the parameters or writes to them, but for some foreach and
+        fused kernels and writes through ``.data``.
+        """
+        parameters = [each.sharded_param for each in self._param_group().fsdp_params]
+        return [(id(each), each._version) for each in parameters]
+
+    @property
+    def resharding(self) -> bool | int:
+        """What ``reshard_after_forward`` is now."""
+        group = self._param_group()
+        if group._use_post_forward_mesh:
+            return int(group.post_forward_mesh_info.shard_mesh_size)
+        return bool(group._reshard_after_forward)
+
+    def settled(self) -> dict[str, Any]:
+        """What decides which collectives FSDP2 calls, and in which dtypes, as it has settled it."""
+        group = self._param_group()
+        facts: dict[str, Any] = {
+            "reshard_after_forward": self.resharding,
+            "reshard_after_backward": group.reshard_after_backward,
+            "unshard_in_backward": group.unshard_in_backward,
+            "dtypes of gathers": sorted({str(_gather_dtype(each)) for each in group.fsdp_params}),
+        }
+        if self._trained:
+            facts["dtype of gradients"] = str(_reduce_dtype(list(self._trained.values())))
+        return {f"{fact} of {self.name!r}": value for fact, value in facts.items()}
 
     def expect_gatherable(self) -> None:
         """Raises ConfigError if no codec can take what FSDP2 gathers."""
@@ -228,32 +256,57 @@ class ShardedModule:
         """Whether FSDP2 averages over replicas itself, on a mesh of two dimensions."""
         return _averages_replicas(self._param_group())
 
+    def move(self) -> str | None:
+        """Which parameter has another dtype or device than at attach; None: none has."""
+        for each, before in zip(self._param_group().fsdp_params, self._kinds, strict=True):
+            if (now := _kind(each.sharded_param)) != before:
+                return f"parameter {each._module_info.param_name!r} is {now}, and was {before}"
+        return None
+
     def change(self) -> str | None:
         """What makes its gradients others than those that a hook was set for; None: nothing."""
-        trained = iter(self.shards)
         for number, each in enumerate(self._param_group().fsdp_params):
             if each.sharded_param.requires_grad != (number in self._trained):
                 return f"requires_grad of {each._module_info.param_name!r} has changed"
-            if number in self._trained and each.sharded_param is not next(trained).parameter:
+            if (
+                number in self._trained
+                and each.sharded_param is not self.gathered[number].parameter
+            ):
                 return (
                     f"parameter {each._module_info.param_name!r} was replaced, as "
-                    "load_state_dict(assign=True) does"
+                    "load_state_dict(assign=True) does,"
                 )
         return None
 
     def expect_values(self) -> None:
         """Raises ConfigError if its parameters have no values yet."""
-        for shard in self.shards:
-            if shard.values().is_meta:
-                raise ConfigError(
-                    f"parameter {shard.name!r} is on the meta device; attach after "
-                    "model.to_empty(device=...) and the initialization of its values"
-                )
+        for shard in self.gathered:
+            expect_values(shard.name, shard.values())
 
     def _param_group(self) -> Any:
         group = self._group()
         assert group is not None  # it holds the hook that asks
         return group
+
+
+def expect_values(name: str, parameter: torch.Tensor) -> None:
+    """Raises ConfigError if a parameter has no values yet."""
+    if parameter.is_meta:
+        raise ConfigError(
+            f"parameter {name!r} is on the meta device; attach after model.to_empty(device=...) "
+            "and the initialization of its values"
+        )
+
+
+def settle(model: nn.Module) -> None:
+    """Has FSDP2 settle dtypes and which modules are resharded, as it does in the first forward
+    pass, at whose beginning this is called.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():  # the outermost first, which settles those inside
+        if isinstance(module, FSDPModule):
+            module._get_fsdp_state()._lazy_init()
 
 
 def finalizes_by_hand(model: nn.Module) -> bool:
@@ -351,6 +404,10 @@ def _name(parameter: Any, names: dict[int, str]) -> str:
     return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
 
 
+def _kind(parameter: torch.Tensor) -> str:
+    return f"{parameter.dtype} on {parameter.device}"
+
+
 def _gather_dtype(parameter: Any) -> torch.dtype:
     """In which FSDP2 gathers a parameter, as it settles in the first forward pass."""
     policy, original = parameter.mp_policy, parameter.sharded_param.dtype
@@ -363,13 +420,17 @@ def _reduce_dtype(parameters: Sequence[Any]) -> torch.dtype:
 
     def of(parameter: Any) -> torch.dtype:
         policy, original = parameter.mp_policy, parameter.sharded_param.dtype
+        computed = policy.param_dtype if original.is_floating_point else None
         dtype: torch.dtype | None = policy.reduce_dtype
         if dtype is None and hasattr(type(parameter), "unsharded_grad_dtype"):
-            # Later versions accumulate in the parameter's own dtype, or one that was asked for.
-            asked = parameter._has_sharded_grad_dtype_override
-            dtype = parameter.sharded_grad_dtype if asked else original
-        elif dtype is None:
-            dtype = policy.param_dtype
-        return dtype or original
+            # Later versions accumulate in the parameter's own dtype, or in its grad_dtype, which
+            # FSDP2 takes over when it settles; None leaves gradients as they come.
+            if parameter.sharded_param._has_grad_dtype_override:
+                dtype = parameter.sharded_param.grad_dtype
+            elif parameter._has_sharded_grad_dtype_override:
+                dtype = parameter.sharded_grad_dtype
+            else:
+                dtype = original
+        return dtype or computed or original
 
     return functools.reduce(torch.promote_types, map(of, parameters))

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 from gradferry.errors import StateError
 from gradferry.fsdp.gathers import Gathers
-from gradferry.fsdp.hooks import ModuleHook, synced_passes
+from gradferry.fsdp.hooks import GradientHook, ModuleHook, synced_passes
 from gradferry.fsdp.model import ShardedModule
 from gradferry.reduction import save_load, step_numbers
 from gradferry.reduction.averaging import Averaging
@@ -146,18 +146,21 @@ class ShardedState(Averaging):
         >>> with state.exact_gathers():
         ...     evaluate(model)
 
-        Call it on all ranks, outside of forward and backward passes. What was gathered before, and
-        within, is freed, so that the next pass gathers it again: a backward pass after it gathers
-        anew, compressed. Without a compressed all-gather it does nothing.
+        Call it on all ranks, outside of forward and backward passes; they wait for each other. What
+        was gathered before, and within, is freed, so that the next pass gathers it again: a
+        backward pass after it gathers anew, compressed. Without a compressed all-gather it does
+        nothing.
 
         Raises:
-            StateError: this is the middle of a pass, or of a gather by hand.
+            StateError: this is the middle of a pass.
+            PeerError: a rank does not call it. The hooks of all ranks have ended.
         """
         gathers = next((each.gathers for each in self._attached if each.gathers), None)
         if gathers is None:
             yield
             return
         self._expect_outside_of_passes()
+        gathers.meet()
         self._reshard()
         before, gathers.exact = gathers.exact, True
         try:
@@ -174,11 +177,6 @@ class ShardedState(Averaging):
                     f"{module.name!r} is in the middle of a pass; enter and leave exact_gathers() "
                     "before forward() or after backward()"
                 )
-            if module.gathers_ahead:
-                raise StateError(
-                    f"{module.name!r} is being gathered by unshard(async_op=True); wait for that "
-                    "before exact_gathers()"
-                )
 
     def _reshard(self) -> None:
         for module in self._modules:
@@ -186,6 +184,7 @@ class ShardedState(Averaging):
 
     def scale_residuals(self, factor: float) -> None:
         """Multiplies the residuals of all exchanges, as `HookState.scale_residuals` does."""
+        self._end_broken_pass()
         super().scale_residuals(factor)
         for each in self._attached[1:]:
             if each.averages and each.running.engine is not None:
@@ -210,10 +209,16 @@ class ShardedState(Averaging):
         for each in self._attached:
             if each.gathers is not None:
                 each.gathers.expect_no_fault()
+        self._end_broken_pass()
         return {
             part: save_load.save(each.running, synced_passes(each.hooks))
             for part, each in self._saved().items()
         }
+
+    def _end_broken_pass(self) -> None:
+        for hook in (hook for each in self._attached for hook in each.hooks[:1]):
+            if isinstance(hook, GradientHook):
+                hook.end_broken_pass()
 
     def _saved(self) -> dict[str, Attached]:
         """The exchanges that have a state, by its key."""
@@ -225,30 +230,43 @@ class ShardedState(Averaging):
         Args:
             state_dict: what this rank saved, or the states of all ranks, merged by
                 `gradferry.checkpoint.merge`.
-            on_resize: as for `HookState.load_state_dict`, for another number of replicas. The
-                number of shards must be the same.
+            on_resize: as for `HookState.load_state_dict`, for another number of replicas. With
+                another number of shards what is withheld of a shard has no place: ``"drop"`` loses
+                it, and where nothing is withheld, as by default, nothing is lost.
 
         Raises:
             ConfigError: another ``on_resize``.
-            StateError: as for `HookState.load_state_dict`, or the state is of other shards. Nothing
-                was changed.
+            StateError: as for `HookState.load_state_dict`, or the state is of other shards that
+                withhold something. Nothing was changed.
         """
-        for part in self._saved():
-            if not isinstance(state_dict, Mapping) or part not in state_dict:
-                held = (
-                    sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else "no dict"
-                )
-                raise StateError(
-                    f"the saved state has nothing of {part}, only {held}: what is withheld of a "
-                    "shard stays with it. Load it with as many shards as saved it, the states of "
-                    "all ranks merged by gradferry.checkpoint.merge; or go on without, and lose "
-                    "what was withheld"
-                )
+        found = {part: self._states_of(part, state_dict) for part in self._saved()}
+        self._end_broken_pass()
         with self._loading():
             for part, each in self._saved().items():
-                steps = save_load.load(each.running, state_dict[part], on_resize)
+                states, running = found[part], each.running
+                if part in states and save_load.is_of_these_shards(running, states[part]):
+                    steps = save_load.load(running, states[part], on_resize)
+                else:
+                    others = list(states.values())
+                    steps = save_load.load_of_other_shards(running, others, on_resize)
                 for hook in each.hooks:
                     hook.count = steps
+
+    def _states_of(self, part: str, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The state of a part, or those of all parts of another division of the model."""
+        held = state_dict if isinstance(state_dict, Mapping) else {}
+        if part in held:
+            return {part: held[part]}
+        kind = part.partition("_")[0]
+        states = [key for key, each in held.items() if isinstance(each, Mapping)]
+        found = {key: held[key] for key in states if str(key).startswith(f"{kind}_")}
+        if not found:
+            raise StateError(
+                f"the saved state has nothing of {part}, only {sorted(map(str, held))}: load what "
+                "this state's state_dict() returned, or the states of all ranks merged by "
+                "gradferry.checkpoint.merge"
+            )
+        return found
 
     def skip_step(self) -> NoReturn:
         """Not here: a step that is skipped on all ranks may be known to another shard alone.

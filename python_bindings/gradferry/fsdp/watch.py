@@ -6,21 +6,31 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
+import torch
 from torch import nn
 
+from gradferry.core.agreement import Record, meeting_place, on_all_ranks, raise_first_mismatch
+from gradferry.core.meeting import meet, timeout_of
 from gradferry.core.names import first_of
+from gradferry.errors import GradferryError, StateError
 from gradferry.fsdp.hooks import fail, synced_passes, warn_or_end
 from gradferry.fsdp.model import (
     ShardedModule,
     finalizes_by_hand,
     modules_outside,
+    settle,
     sharded_modules,
     unsharded_parameters,
 )
 from gradferry.fsdp.state import ALL_GATHER, REDUCE_SCATTER, REPLICAS, Attached
 from gradferry.reduction.silent_hook import has_gradients_of, watch_hook
 
+_MOVED = (
+    "FSDP2 and gradferry go on with what they have settled; move it back before the next pass, or "
+    "shard and attach a new model"
+)
 _NAMES = {
     REPLICAS: "all-reduce hook",
     REDUCE_SCATTER: "reduce-scatter",
@@ -56,11 +66,13 @@ def watch(model: nn.Module, guard: Guard) -> None:
 @dataclass(eq=False)
 class Guard:
     """Raises in the forward pass what has ended an engine: after a backward pass that failed,
-    FSDP2 may leave out its hooks, and so reduce nothing. In the first one also that a module has no
-    hook: since it was sharded later, or since the model is only a part of what is sharded, which
-    FSDP2 does not know before. And, as often as `check_every` says, that FSDP2 does not reduce a
-    parameter that trains, unless it did so at attach. In every one, that something else exchanges
-    than at attach.
+    FSDP2 may leave out its hooks, and so reduce nothing. In every pass it raises that something
+    else exchanges than at attach, or that a parameter has moved; and as often as `check_every`
+    says, that FSDP2 does not reduce a parameter that trains, unless it did so at attach.
+
+    In the first pass, in which FSDP2 settles what it does, and in those after a change of
+    ``reshard_after_forward``, the ranks of the shard group compare which collectives they are going
+    to call; then it is known, too, which modules were sharded later, or outside of the model.
 
     Attributes:
         modules: of the model, that FSDP2 reduces.
@@ -75,10 +87,16 @@ class Guard:
     def __post_init__(self) -> None:
         self.running = running = self.attached[0].running
         self._every = running.config.check_every if running.engine is not None else 0
-        self._was_compared = False
+        self._compared: Sequence[bool | int] | None = None
         self._checks = 0
 
     def __call__(self, model: nn.Module, *_: object) -> None:
+        look = self._look
+        if torch.compiler.is_compiling():  # as FSDP2 keeps its hooks out
+            look = torch._dynamo.disable(look)  # type: ignore[no-untyped-call]
+        look(model)
+
+    def _look(self, model: nn.Module) -> None:
         # Gathers first: an error there ends the others.
         for each in sorted(self.attached, key=lambda each: each.averages):
             if each.running.engine is not None:
@@ -93,9 +111,15 @@ class Guard:
                 "set_manual_backward_finalization(True) reduces gradients after the backward pass, "
                 "where no hook is called for it; leave it out",
             )
-        if not self._was_compared:
-            self._was_compared = True
-            self._compare_modules(model)
+        for module in self.modules:
+            if move := module.move():
+                self._end(f"{move} at attach, in {module.name!r}: {_MOVED}")
+        resharding = [module.resharding for module in self.modules]
+        if self._compared != resharding:
+            self._compare(model)
+            if self._compared is None:
+                self._warn_of_rest(model)
+            self._compared = [module.resharding for module in self.modules]
         checks = self.passes() // self._every if self._every else 0
         if checks != self._checks:
             self._checks = checks
@@ -110,16 +134,39 @@ class Guard:
                     "FSDP2 takes one, so leave it out",
                 )
 
-    def _compare_modules(self, model: nn.Module) -> None:
-        names = [module.name for module in self.modules]
-        now = [module.name for module in sharded_modules(model)]
-        later = [name for name in now if name not in names]
-        if later:
-            fail(
-                self.running,
-                f"fully_shard was called on {later[0]!r} after attach, so that its gradients "
-                "would not reach the hook; attach after the last fully_shard",
-            )
+    def _end(self, message: str) -> NoReturn:
+        """Ends the hooks of all exchanges, and so of all ranks."""
+        for each in self.attached[1:]:
+            if each.running.engine is not None:
+                each.running.engine.fail(f"rank {each.running.world_rank}: {message}")
+        fail(self.running, message)
+
+    def _compare(self, model: nn.Module) -> None:
+        """Has all ranks of the shard group raise where they differ, or one cannot go on."""
+
+        def settled_here() -> Record:
+            settle(model)
+            names = [module.name for module in self.modules]
+            for name in [each.name for each in sharded_modules(model)]:
+                if name not in names:
+                    raise StateError(
+                        f"fully_shard was called on {name!r} after attach, so that its gradients "
+                        "would not reach the hook; attach after the last fully_shard"
+                    )
+            return {key: value for each in self.modules for key, value in each.settled().items()}
+
+        group = self.modules[0].shard_group
+        place = meeting_place(group, self.modules[0].device)
+        try:
+            meet(group, 0.9 * timeout_of(group, place), "begin this forward pass as others do")
+            raise_first_mismatch(on_all_ranks(settled_here, group, place), group)
+        except GradferryError as error:
+            for each in self.attached:
+                if each.running.engine is not None:
+                    each.running.engine.fail(str(error).splitlines()[0])
+            raise
+
+    def _warn_of_rest(self, model: nn.Module) -> None:
         averages = self.attached[0].name == REPLICAS  # what is left out differs between them
         rest = list(modules_outside(model)) if averages else []
         if rest:

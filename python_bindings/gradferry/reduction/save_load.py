@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradferry.core.codec_spec import CodecSpec
@@ -18,6 +18,8 @@ from gradferry.reduction.saved_state import (
     Residuals,
     SavedState,
     check_identity,
+    holds_all_slots,
+    is_of_other_shards,
     pack,
     shown,
     steps_and_scale,
@@ -99,6 +101,52 @@ def load(
     return mine.steps
 
 
+def load_of_other_shards(
+    running: Running, states: Sequence[Mapping[str, Any]], on_resize: str
+) -> int:
+    """Goes on at the step of a training whose model was divided among other ranks, without
+    residuals: what is withheld of a shard stays with it.
+
+    Args:
+        running: between steps.
+        states: of the shards of that training, as far as they are there.
+        on_resize: ``"drop"`` loses what they withhold.
+
+    Returns:
+        The number of steps that were finished.
+
+    Raises:
+        ConfigError: unknown ``on_resize``.
+        StateError: another hook saved them, or they withhold something. Nothing was changed.
+    """
+    could_lose = any(any(each.residuals) for each in running.parameters)
+    for saved in states:
+        mine = _identity(running)
+        if is_of_other_shards(saved.get(LAYOUT), mine[LAYOUT]):
+            mine[LAYOUT] = saved[LAYOUT]
+        _check(running, saved, mine, on_resize)
+        is_known = holds_all_slots(saved) or not could_lose
+        if on_resize != "drop" and (withheld_in(saved) or not is_known):
+            raise StateError(
+                "the saved state is of other shards, and what is withheld of a shard stays with "
+                "it: load it with as many shards as saved it, or go on without what was withheld, "
+                "with on_resize='drop'"
+            )
+    steps, scale = steps_and_scale(states[0])
+    if running.engine is not None:
+        nothing = zero_residual(0)
+        running.engine.load_state(
+            steps=steps, worker_residual=nothing, owner_residual=nothing, loss_scale=scale
+        )
+    return steps
+
+
+def is_of_these_shards(running: Running, saved: object) -> bool:
+    """False where a state is of the same model, divided among other ranks."""
+    kept = saved.get(LAYOUT) if isinstance(saved, Mapping) else None
+    return not is_of_other_shards(kept, running.saved_layout)
+
+
 def _identity(running: Running) -> dict[str, Any]:
     """The fields that must be equal where the state is loaded, or make loading a resize."""
     nodes = running.exchange.nodes
@@ -120,7 +168,13 @@ def check(running: Running, saved: Mapping[str, Any], on_resize: str) -> None:
         ConfigError: unknown ``on_resize``.
         StateError: another hook saved it, or its residuals hold what this one's will not.
     """
-    check_identity(saved, _identity(running), on_resize)
+    _check(running, saved, _identity(running), on_resize)
+
+
+def _check(
+    running: Running, saved: Mapping[str, Any], identity: Mapping[str, Any], on_resize: str
+) -> None:
+    check_identity(saved, identity, on_resize)
     step, _ = steps_and_scale(saved)
     until = saved.get(COMPRESSED_WARMUP, 0)
     if type(until) is not int or (step < until) != running.config.holds_gradients(step):

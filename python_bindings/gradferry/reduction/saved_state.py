@@ -301,6 +301,21 @@ def withheld_in(saved: Mapping[str, Any]) -> bool:
     return any(bool(slot[kind].any()) for slot in slots for kind in KINDS)
 
 
+def is_of_other_shards(saved: object, mine: str) -> bool:
+    """Whether a layout is of the same model, divided among other ranks than this one."""
+    try:
+        theirs, ours = _parameters(saved), _parameters(mine)
+        known = [{(each["name"], each["dtype"]) for each in part} for part in (theirs, ours)]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return False
+    return theirs != ours and known[0] == known[1]
+
+
+def holds_all_slots(saved: Mapping[str, Any]) -> bool:
+    """Whether it has what every rank saved."""
+    return len(_slots(saved)) == int(saved["world_size"])
+
+
 def _is_empty(slot: Slot) -> bool:
     """Whether a rank that withheld nothing saved it, such as one without an engine."""
     return all(value.numel() == 0 for value in slot.values())

@@ -26,7 +26,6 @@ FILES = (
     "test_streams_safety.py",
     "test_fsdp2_device.py",
     "test_fsdp2_device_gathers.py",
-    "test_fsdp2_device_scatter.py",
     "test_reducer.py",
     "test_loss_scales.py",
     "test_compressed_warmup.py",
