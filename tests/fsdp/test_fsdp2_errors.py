@@ -178,37 +178,6 @@ def case_no_group(given: Any) -> list[Outcome]:
         ]
 
 
-def case_one_tells_late() -> Outcome:
-    """Rank 0 names no group. Rank 2 tells its replica, rank 5, when that has heard from others."""
-    from gradferry.core.meeting import store_of
-
-    said = store_of(dist.new_group())
-    sharding = Sharding(shards=3)
-    mesh = sharding.mesh()
-    model = sharding.model(mesh["shard"])
-    meet = _rendezvous().meet
-
-    def late(group: Any, longest: Any, purpose: str, beside: Any = None) -> None:
-        if beside is not None and dist.get_rank() == 2:
-            said.wait(["rank 5 has gone on"])
-        meet(group, longest, purpose, beside)
-
-    group = None if dist.get_rank() == 0 else mesh["replica"]
-    with mock.patch.object(_rendezvous(), "meet", late):
-        refused = attempt(lambda: gradferry.fsdp.attach(model, "q4", group))
-    if dist.get_rank() == 5:
-        said.set("rank 5 has gone on", "")
-    return refused
-
-
-def test_a_rank_that_tells_late_waits_for_nobody(worlds: Worlds) -> None:
-    # Groups of a mesh wait for five minutes, and a case has two.
-    for rank, outcome in enumerate(worlds(6).run(case_one_tells_late)):
-        assert outcome.error == "ConfigError", outcome
-        text = "replicate_group is missing"
-        assert outcome.text.startswith(text if rank == 0 else f"rank 0: {text}"), outcome.text
-
-
 # What one rank gives for its group, and the error.
 NO_REPLICAS = {
     None: "replicate_group is missing",
