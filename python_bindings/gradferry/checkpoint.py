@@ -392,8 +392,7 @@ def _read_manifest(folder: Path) -> _Manifest:
         manifest = json.loads(path.read_text())
         known = manifest["format"] == _FORMAT
         files = list(manifest["files"]) if known else []
-        # Older versions did not write them.
-        ranks = list(manifest.get("ranks", range(len(files)))) if known else []
+        ranks = list(manifest["ranks"]) if known else []
     except FileNotFoundError:
         raise StateError(f"there is no checkpoint in {folder}: {_MANIFEST} is missing") from None
     except OSError as error:

@@ -121,9 +121,10 @@ class Reducer(Averaging):
             purpose="come to make a Reducer",
         )
         self._watches = False  # the optimizer
-        self._averaged: dict[str, torch.Tensor] = {}  # in the last call
-        # What reads parameters themselves, or the steps of their optimizer.
-        self._reads = bool(running.config.check_every or running.config.exact_skip)
+        self._averaged: list[torch.Tensor] = []  # in the last call, in order
+        # What reads parameters themselves, or concerns their optimizer.
+        config = running.config
+        self._reads = bool(config.check_every or config.exact_skip or config.momentum)
         if self._reads:
             call_after_steps(partial(_look, weakref.ref(self)), owner=self)
         self._calls = TensorCalls(running, named, int(bucket_cap_mb * 2**20))
@@ -167,13 +168,11 @@ class Reducer(Averaging):
         """
         running = self._started
         if isinstance(tensors, Mapping):
-            given = dict(tensors)
-        else:
-            given = dict(zip((each.name for each in running.parameters), tensors, strict=False))
+            tensors = [tensors[name] for name in self._calls.names if name in tensors]
         if self._reads:
-            self._averaged = given
+            self._averaged = list(tensors)
         gradients = {id(p.grad) for p in running.tensors() if p.is_leaf and p.grad is not None}
-        if not self._watches and any(id(each) in gradients for each in given.values()):
+        if not self._watches and any(id(each) in gradients for each in tensors):
             self._watches = True
             end_optimizer_steps(running)
             watch_optimizer(running)
@@ -182,17 +181,19 @@ class Reducer(Averaging):
         """Ends all ranks if an optimizer has stepped on averages with parameters that have replaced
         registered ones.
         """
-        names = {id(tensor): name for name, tensor in self._averaged.items()}
-        steps = [p for group in optimizer.param_groups for p in group["params"]]
-        found = [p for p in steps if p.grad is not None and id(p.grad) in names]
-        if found:
-            self._averaged = {}  # not longer than until a step
-        for parameter in found:
-            if parameter not in self._started.index:
+        trained = {id(p.grad): p for group in optimizer.param_groups for p in group["params"]}
+        averaged = [trained.get(id(each)) for each in self._averaged]
+        if not any(each is not None for each in averaged):
+            return
+        self._averaged = []  # not longer than until a step
+        tensors = zip(self._calls.names, averaged, self._started.tensors(), strict=False)
+        for name, mine, registered in tensors:
+            other = mine is not None and mine is not registered
+            if other and isinstance(registered, torch.nn.Parameter):
                 self._calls.fail(
-                    f"what was averaged as {names[id(parameter.grad)]!r} is the gradient of a "
-                    "parameter that was not registered, and check_every= and exact_skip= read "
-                    "those that were: make a new Reducer of the parameters that train now"
+                    f"what was averaged as {name!r} is the gradient of another parameter than the "
+                    "one that was registered, which momentum=, check_every= and exact_skip= look "
+                    "at: make a new Reducer of the parameters that train now"
                 )
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import gradferry
 import pytest
@@ -20,7 +19,6 @@ from gradferry.core.engine import planned_bytes
 from gradferry.core.parameters import ParameterLayout, describe_parameters
 from gradferry.ddp.state import bound_to
 from on_ranks import on_ranks
-from outcomes import attempt
 from reducing import case_reduce
 from scenario import Run, Scenario, Weight, assert_bit_equal, trained
 from torch import nn
@@ -306,57 +304,7 @@ def test_a_change_of_the_codec_rescales_what_has_another_momentum() -> None:
     torch.testing.assert_close(topk["large"], sign1["large"] * share, rtol=2.0**-22, atol=0)
 
 
-# --- states of before
-
-
-def without_small_matrices() -> Any:
-    return mock.patch("gradferry.core.config.SMALL_PERCENT", 0)
-
-
-@pytest.mark.parametrize("on_resize", ["strict", "mean", "drop"])
-@on_ranks()
-def test_a_state_without_small_matrices_names_the_rule_that_restores_them(on_resize: str) -> None:
-    with without_small_matrices():
-        before = Run(SCENARIO)
-        assert codecs_of(before.state)["first"] == "sign1"
-        expected = [before.step(0), before.step(1)]
-        assert "smallest matrices" not in str(before.state)
-        older = Run(SCENARIO)
-        older.step(0)
-        saved = older.state.state_dict()
-    now = Run(SCENARIO)
-    outcome = attempt(lambda: now.state.load_state_dict(saved, on_resize))
-    assert outcome.error == "StateError"
-    assert "sent the smallest matrices with sign1, too: parameter 0 (first)" in outcome.text
-    assert f"load it with {AS_BEFORE!r} as the last of rules=" in outcome.text
-    options = {**SCENARIO.options, "rules": [AS_BEFORE]}
-    restored = Run(dataclasses.replace(SCENARIO, options=options))
-    restored.model.load_state_dict(older.model.state_dict())
-    restored.state.load_state_dict(saved, on_resize)
-    assert all((a == b).all() for a, b in zip(restored.step(1), expected[1], strict=True))
-
-
-def case_saved(scenario: Scenario, rules: Any = None) -> dict[str, Any]:
-    run = Run(dataclasses.replace(scenario, options={**scenario.options, "rules": rules}))
-    run.step(0)
-    return run.state.state_dict()
-
-
-def test_other_differences_of_a_state_are_said_as_they_are(
-    worlds: Callable[[int], World],
-) -> None:
-    scenario = dataclasses.replace(SCENARIO, world_size=1)
-    wider = (dataclasses.replace(WEIGHTS[0], shape=(12, 101)), *WEIGHTS[1:])
-    (other,) = worlds(1).run(case_saved, scenario=dataclasses.replace(scenario, weights=wider))
-    (ruled,) = worlds(1).run(case_saved, scenario=scenario, rules=[AS_BEFORE])
-    texts = worlds(1).run(case_refusals, scenario=scenario, states=[other, ruled])[0]
-    assert "of another model: parameter 0 (first) has shape [12, 101]" in texts[0]
-    assert "as the last of rules=" in texts[1]
-
-
-def case_refusals(scenario: Scenario, states: list[dict[str, Any]]) -> list[str]:
-    run = Run(scenario)
-    return [attempt(lambda s=state: run.state.load_state_dict(s)).text for state in states]
+# --- saved states
 
 
 def test_a_state_with_small_matrices_goes_on_to_the_bit_and_in_another_world(

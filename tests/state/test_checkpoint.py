@@ -315,20 +315,6 @@ def test_each_rank_of_a_group_loads_what_it_saved(world_of_3: World, tmp_path: P
     for answer in answers:  # as they are in the group
         assert answer[1:3] == [11.0, 12.0]
         assert "is of 2 ranks and has nothing of rank 2" in answer[3]
-    (tmp_path / "manifest.json").write_text(
-        json.dumps({"format": 1, "files": saved_files(tmp_path)})
-    )
-    # A manifest of before, which does not say who they were.
-    answers = world_of_3.run(case_load_default, folder=str(tmp_path))
-    assert answers[:2] == [11.0, 12.0]
-
-
-def saved_files(folder: Path) -> list[Any]:
-    return list(json.loads((folder / "manifest.json").read_text())["files"])
-
-
-def case_load_default(folder: str) -> float | None:
-    return float(checkpoint.load(folder)["values"][0]) if dist.get_rank() < 2 else None
 
 
 def case_save_once(folder: str) -> None:

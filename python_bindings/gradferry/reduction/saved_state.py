@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 
-from gradferry import _native
-from gradferry.core.config import SMALL_CODEC
-from gradferry.core.names import plain_name
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction.residual_tiles import (
     KINDS,
@@ -166,7 +163,7 @@ def unpack(
     steps, scale = steps_and_scale(saved)
     slots = _slots(saved)
     world_size, saved_size = identity["world_size"], saved["world_size"]
-    same_names = _has_layout(saved, identity[LAYOUT])
+    same_names = same(saved[LAYOUT], identity[LAYOUT])
     is_same = same_names and saved_size == world_size and _members(saved) == _members(identity)
     if is_same and (rank in slots or on_resize != "fold"):
         if rank not in slots:
@@ -273,7 +270,7 @@ def check_identity(
     _check_ranks(saved)
     for field, mine in identity.items():
         if field == LAYOUT:
-            _check_layout(saved[field], mine, identity.get("codec"), named=on_resize != "drop")
+            _check_layout(saved[field], mine, named=on_resize != "drop")
         elif field not in ("world_size", NODES) and not same(saved[field], mine):
             raise StateError(
                 f"the saved state has {field} {shown(saved[field])}, this hook has {mine!r}; "
@@ -321,23 +318,10 @@ def _is_empty(slot: Slot) -> bool:
     return all(value.numel() == 0 for value in slot.values())
 
 
-def _has_layout(saved: Mapping[str, Any], mine: str) -> bool:
-    return same(saved[LAYOUT], mine) or _parameters(saved[LAYOUT]) == _parameters(mine)
-
-
-def _check_layout(saved: object, mine: str, codec: str | None, *, named: bool) -> None:
-    """`codec`: as this hook was asked for."""
+def _check_layout(saved: object, mine: str, *, named: bool) -> None:
     if same(saved, mine):
         return
     difference = _layout_difference(saved, mine, "this hook", named=named)
-    if difference and _had_no_small_matrices(saved, mine, codec, named=named):
-        dims, size = _native.EXEMPT_MAX_DIMS + 1, _native.EXEMPT_MAX_SIZE + 1
-        rule = {"min_dims": dims, "min_size": size, "codec": codec}
-        raise StateError(
-            f"the saved state is of a hook that sent the smallest matrices with {codec}, too: "
-            f"{difference}; load it with {rule!r} as the last of rules=, which restores that, or "
-            "go on without it, where other averages of the model have another codec"
-        )
     if difference:
         raise StateError(
             f"the saved state is of another model: {difference}; load it with the arguments and "
@@ -345,30 +329,9 @@ def _check_layout(saved: object, mine: str, codec: str | None, *, named: bool) -
         )
 
 
-def _had_no_small_matrices(saved: object, mine: str, codec: str | None, *, named: bool) -> bool:
-    """Whether a layout is like this one, but for parameters that had the codec asked for and have
-    SMALL_CODEC here: those of gradferry before there was `Config.codecs_of`, for example.
-
-    named: whether names count.
-    """
-    ignored = {} if named else {"name": ""}
-    try:
-        return all(
-            {**they, **ignored}
-            in ({**we, **ignored}, _before_it_was_small({**we, **ignored}, codec))
-            for they, we in zip(_parameters(saved), _parameters(mine), strict=True)
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return False
-
-
-def _before_it_was_small(parameter: dict[str, Any], codec: str | None) -> dict[str, Any]:
-    return {**parameter, "codec": codec} if parameter["codec"] == str(SMALL_CODEC) else parameter
-
-
 def _parameters(layout: object) -> list[dict[str, Any]]:
-    """What a layout says of parameters. Earlier versions saved names with those of wrappers."""
-    return [{**each, "name": plain_name(each["name"])} for each in json.loads(str(layout))]
+    parameters: list[dict[str, Any]] = json.loads(str(layout))
+    return parameters
 
 
 def _layout_difference(saved: object, mine: str, who: str, *, named: bool = True) -> str:

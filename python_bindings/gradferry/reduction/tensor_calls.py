@@ -159,6 +159,11 @@ class TensorCalls:
         """See `Packing.num_bytes`."""
         return self._packing.num_bytes
 
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors, in order, as registered."""
+        return list(self._names)
+
     def all_reduce(self, tensors: Tensors | None, async_op: bool) -> Work | None:
         """See `Reducer.all_reduce`."""
         engine = self._running.engine
