@@ -89,8 +89,8 @@ class Place(Enum):
 
 
 _NEEDS_REJOIN = (Place.BEHIND, Place.AHEAD, Place.APART, Place.BROKEN)
-# Of a place and an event. "Lost" is another rank or this one: whatever interrupts it in an outer
-# step is told to the others, which wait no longer. "Apart" is a rejoin that has begun.
+# The next place by place and event. "Lost" is another rank or this one: whatever interrupts it in
+# an outer step is told to the others, which wait no longer. "Apart" is a rejoin that has begun.
 _MOVES = {
     (Place.NEW, "joined"): Place.TRAINING,
     (Place.TRAINING, "agreed"): Place.AVERAGING,

@@ -427,7 +427,7 @@ class GlobalParameters:
     # --- handed on ---
 
     def frozen_hashes(self) -> list[int]:
-        """Of the parameters that were frozen from the beginning."""
+        """Hashes of the parameters that were frozen from the beginning."""
         return _native.parameter_hashes([_own_part(each) for each in self._frozen.values()])
 
     @torch.no_grad()
@@ -599,7 +599,7 @@ def _is_shard(parameter: torch.Tensor) -> bool:
 
 
 def _own_part(tensor: Any) -> torch.Tensor:
-    """Of a DTensor this rank's."""
+    """This rank's part of a DTensor; any other tensor as it is."""
     return (tensor._local_tensor if _is_shard(tensor) else tensor).detach()
 
 
