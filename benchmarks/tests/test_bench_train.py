@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+import own_models
 import pytest
 from gradferry.errors import ConfigError
 from gradferry_lab.bench.train import train_rows
 from gradferry_lab.bench.train_turns import TrainOptions, TrainOutcome, run_train
+from gradferry_lab.cli import main
 from gradferry_lab.ranks.hosts import Where
 from gradferry_lab.workloads.models import MODELS
 from gradferry_lab.workloads.parallel import SHARDED_HOOKS
@@ -83,6 +86,14 @@ def test_train_counts_what_leaves_each_host_of_a_link(siblings, rows_of, capfd):
         assert formula <= row["interface_bytes"] < most * formula + barriers
     said = "link 1gbit" if siblings == 1 else "4 ranks on 2 hosts, link 1gbit"
     assert said in capfd.readouterr().out
+
+
+def test_train_shows_a_ranks_own_error(capfd, monkeypatch):
+    monkeypatch.chdir(Path(own_models.__file__).parent)
+    assert main(["bench", "train", "--hooks", "q4", "--model", "own_models:fails"]) == 1
+    error = capfd.readouterr().err
+    assert error.startswith("gradferry: rank 1 failed")
+    assert "ArithmeticError: not today" in error
 
 
 def case_contest(model: str, hooks: tuple[str, ...], **options: Any) -> Any:

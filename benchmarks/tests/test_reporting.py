@@ -28,7 +28,7 @@ from gradferry_lab.output.paired import (
     paired_ratio,
 )
 from gradferry_lab.output.progress import Doing, StatusLine
-from gradferry_lab.output.table import Column, Table, markdown_table, print_table, replace_section
+from gradferry_lab.output.table import Column, Table, markdown_table, print_table
 from rich.console import Console
 
 
@@ -93,14 +93,6 @@ def test_markdown_table_has_every_cell_on_one_line(table):
     )
     bars = Table("t", [Column("a|b", lambda row: row["x"])], [{"x": "|x|"}])
     assert "| a\\|b |\n| ---: |\n| \\|x\\| |" in markdown_table(bars)
-
-
-def test_replace_section_touches_nothing_else(tmp_path):
-    path = tmp_path / "d.md"
-    path.write_text("before\n<!-- x -->\nold\n<!-- end of x -->\nafter\n")
-    for _ in range(2):
-        replace_section(path, "x", "new")
-        assert path.read_text() == ("before\n<!-- x -->\n\nnew\n\n<!-- end of x -->\nafter\n")
 
 
 def test_draw_loss_curves_gives_a_png():
