@@ -282,7 +282,7 @@ class GlobalParameters:
             names = []
             if differ.any():
                 sizes = [len(_sample_of(_own_part(p))) for p in self._parameters.values()]
-                parts = zip(self.names, differ.split(sizes), strict=True)
+                parts = zip(self.names, torch.split(differ, sizes), strict=True)
                 names = [name for name, part in parts if part.any()]
         else:
             return []
@@ -318,8 +318,9 @@ class GlobalParameters:
         local = self._local()
         for number, optimizer in enumerate(self._optimizers):
             for parameter, kept in optimizer.state.items():
-                i = index.get(id(parameter))
-                for key, value in kept.items() if i is not None else ():
+                if (i := index.get(id(parameter))) is None:
+                    continue
+                for key, value in kept.items():
                     name = number, key
                     if not isinstance(value, torch.Tensor) or name in are_others:
                         continue
@@ -554,7 +555,7 @@ class GlobalParameters:
             raise
         for name, start in zip(self.names, self.tensors, strict=True):
             start.copy_(values[name])
-        self._hashes = list(local)  # of the model, before it is loaded or after
+        self._hashes = list(local or ())  # of the model, before it is loaded or after
 
 
 def _copied(state: Any) -> Any:
@@ -600,7 +601,8 @@ def _is_shard(parameter: torch.Tensor) -> bool:
 
 def _own_part(tensor: Any) -> torch.Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
-    return (tensor._local_tensor if _is_shard(tensor) else tensor).detach()
+    part: torch.Tensor = tensor._local_tensor if _is_shard(tensor) else tensor
+    return part.detach()
 
 
 def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -698,8 +700,9 @@ def unpack(packed: bytes, optimizer: torch.optim.Optimizer) -> dict[int, dict[st
         for key, (value, text) in options.items():
             mine = group.get(key)
             if key not in group or _text(mine) != text:
-                is_tensor = isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor)
-                group[key] = value.to(mine.device) if is_tensor else value
+                if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
+                    value = value.to(mine.device)
+                group[key] = value
     return dict(state)
 
 
