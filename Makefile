@@ -45,8 +45,7 @@ quiet := tools/quiet.sh
 cpp_of = $(shell find $(1) -type f -not -name '*.py' -not -path '*/__pycache__/*')
 # Folders are listed too: theirs is the timestamp that changes when a file goes away.
 core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels measure benchmarks/CMakeLists.txt benchmarks/*.cpp \
-    hooks/faults.* hooks/layout.* hooks/messages.* hooks/nodes.* hooks/plan.* hooks/tensor_message.* \
-    hooks/reasons.h hooks/used_map.h hooks/workspace.* 2>/dev/null) \
+    hooks/protocol 2>/dev/null) \
     $(call cpp_of,tests/kernels tests/engine tests/fuzz)
 package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks measure python_bindings benchmarks/gradferry_lab \
     examples/cpp kernels/common \

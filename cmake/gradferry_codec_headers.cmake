@@ -1,4 +1,4 @@
-# Writes codec_headers.h into `folder`, for kernels/chunk_kernels.cu: it includes the CUDA header of
+# Writes codec_headers.h into `folder`, for kernels/cuda/chunk_kernels.cu: it includes the CUDA header of
 # every codec.
 function(gradferry_write_codec_headers folder)
   file(GLOB headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}

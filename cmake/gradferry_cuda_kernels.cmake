@@ -1,10 +1,7 @@
 # The CUDA kernels: a library of their own, which the CPU build never needs, and their PTX, for the
 # lint in tests/kernels/cuda. Registers that spill and local memory are errors, so that a build
 # without a GPU proves that there are none.
-file(GLOB cuda_kernel_files CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/kernels/*/*_cuda.cu)
-list(APPEND cuda_kernel_files ${PROJECT_SOURCE_DIR}/kernels/chunk_kernels.cu
-  ${PROJECT_SOURCE_DIR}/kernels/common/message_kernels.cu
-  ${PROJECT_SOURCE_DIR}/kernels/common/node_kernels.cu)
+file(GLOB cuda_kernel_files CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/kernels/*/*.cu)
 include(gradferry_codec_headers)
 gradferry_write_codec_headers(${CMAKE_CURRENT_BINARY_DIR}/generated)
 
@@ -22,7 +19,7 @@ function(gradferry_cuda_target target)
   endif()
 endfunction()
 
-add_library(gradferry_kernels_cuda STATIC cuda_library.cpp ${cuda_kernel_files})
+add_library(gradferry_kernels_cuda STATIC cuda/cuda_library.cpp ${cuda_kernel_files})
 add_library(gradferry::kernels_cuda ALIAS gradferry_kernels_cuda)
 gradferry_cuda_target(gradferry_kernels_cuda)
 # The runtime comes with the library, out of sight of others that a process may hold: what links
@@ -45,7 +42,7 @@ if(GRADFERRY_TESTS)
   if(NOT "${ptx_architecture}" MATCHES "^[0-9]+-virtual$")
     set(ptx_objects gradferry_kernels_ptx)
     set(ptx_architecture 100-virtual)
-    add_library(gradferry_kernels_ptx OBJECT cuda_library.cpp ${cuda_kernel_files})
+    add_library(gradferry_kernels_ptx OBJECT cuda/cuda_library.cpp ${cuda_kernel_files})
     gradferry_cuda_target(gradferry_kernels_ptx)
     set_target_properties(gradferry_kernels_ptx PROPERTIES CUDA_ARCHITECTURES ${ptx_architecture})
   endif()

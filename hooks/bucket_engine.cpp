@@ -8,9 +8,9 @@
 #include <utility>
 
 #include "engine_errors.h"
+#include "protocol/workspace.h"
 #include "residuals.h"
 #include "scalar_type.h"
-#include "workspace.h"
 
 namespace gradferry {
 

@@ -31,10 +31,10 @@
 #include "engine_options.h"
 #include "events.h"
 #include "gradferry/error.h"
-#include "layout.h"
 #include "optimizer_steps.h"
 #include "parameter_hashes.h"
-#include "plan.h"
+#include "protocol/layout.h"
+#include "protocol/plan.h"
 #include "step_counter.h"
 #include "used_parameters.h"
 

@@ -7,7 +7,7 @@
 #include "engine_options.h"
 #include "events.h"
 #include "gradferry/error.h"
-#include "layout.h"
+#include "protocol/layout.h"
 
 namespace gradferry {
 

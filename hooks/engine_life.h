@@ -8,8 +8,8 @@
 
 #include "events.h"
 #include "gradferry/error.h"
+#include "protocol/workspace.h"
 #include "threads.h"
-#include "workspace.h"
 
 namespace gradferry {
 

@@ -9,15 +9,15 @@
 #include <string>
 #include <vector>
 
-#include "defaults.h"
 #include "gradferry/error.h"
-#include "layout.h"
-#include "messages.h"
 #include "momentum.h"
-#include "nodes.h"
 #include "peers.h"
-#include "plan.h"
-#include "workspace.h"
+#include "protocol/defaults.h"
+#include "protocol/layout.h"
+#include "protocol/messages.h"
+#include "protocol/nodes.h"
+#include "protocol/plan.h"
+#include "protocol/workspace.h"
 
 namespace gradferry {
 

@@ -26,8 +26,8 @@
 #include <utility>
 #include <vector>
 
-#include "faults.h"
 #include "gradferry/error.h"
+#include "protocol/faults.h"
 
 namespace gradferry {
 

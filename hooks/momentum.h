@@ -7,7 +7,7 @@
 // need no change. docs/design/decisions.md has the measurements behind the 1/4.
 #pragma once
 
-#include "layout.h"
+#include "protocol/layout.h"
 
 namespace gradferry {
 

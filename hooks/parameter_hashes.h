@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "layout.h"
 #include "peers.h"
+#include "protocol/layout.h"
 
 namespace gradferry {
 

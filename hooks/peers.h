@@ -22,8 +22,8 @@
 #include <string>
 #include <vector>
 
-#include "faults.h"
 #include "gradferry/error.h"
+#include "protocol/faults.h"
 #include "torch_compat.h"
 #include "worker.h"
 

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "layout.h"
+#include "protocol/layout.h"
 
 namespace gradferry {
 

@@ -12,8 +12,8 @@
 #include <memory>
 #include <vector>
 
-#include "layout.h"
-#include "used_map.h"
+#include "protocol/layout.h"
+#include "protocol/used_map.h"
 
 namespace gradferry {
 

@@ -4,7 +4,7 @@
     tools/count_sass.py [--arch sm_90] [--dtype float32] [--nvdisasm PATH] [CODEC...]
 
 Needs nvcc and nvdisasm but no GPU. What is counted is what the kernels of chunks do with a whole,
-aligned tile of finite numbers (GRADFERRY_HOT_PATH_ONLY in kernels/common/cuda.h): without rare
+aligned tile of finite numbers (GRADFERRY_HOT_PATH_ONLY in kernels/cuda/cuda.h): without rare
 paths, without the calls that a division makes for extreme numbers, without what a warp does whose
 lanes have come apart, and without headers, which the last block writes. Both sides of other
 branches count, and a loop's body once: one rank of a reduce, one step of topk's bisection, 2 KiB of
@@ -54,7 +54,7 @@ KERNEL = re.compile(r"(encode|decode|reduce)_(?:chunk_kernel|tile<(true)?)")
 # Instantiated for a codec and the dtype: what is counted, and what runs.
 COUNTED = """
 #include "kernels/{codec}/{codec}_cuda.h"
-#include "kernels/chunk_launch.h"
+#include "kernels/cuda/chunk_launch.h"
 namespace gradferry::cuda {{
 using Counted = {codec}::TileCodec;
 constexpr ScalarType kDtype = ScalarType::{dtype};
@@ -112,7 +112,7 @@ FIXED = "const Counted::Options fixed{{{0}}}; __builtin_memcpy(codec.options.sto
 VARIANTS = {"rht": {f"rht:{bits}": FIXED.format(bits) for bits in (2, 3, 4)}}
 RUN = """
 #include "kernels/{codec}/{codec}_cuda.h"
-#include "kernels/chunk_launch.h"
+#include "kernels/cuda/chunk_launch.h"
 namespace gradferry::cuda {{
 using Codecs = WithExact<{codec}::TileCodec>;
 template __global__ void encode_chunk_kernel<Codecs, ScalarType::{dtype}>(EncodeChunkCall);

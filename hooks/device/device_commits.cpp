@@ -9,7 +9,7 @@
 
 #include "device/device_bytes.h"
 #include "engine_errors.h"
-#include "messages.h"
+#include "protocol/messages.h"
 
 namespace gradferry {
 namespace {

@@ -13,8 +13,8 @@
 #include <optional>
 
 #include "device/device_context.h"
-#include "faults.h"
 #include "parameter_hashes.h"
+#include "protocol/faults.h"
 
 namespace gradferry {
 

@@ -6,7 +6,7 @@
 
 #include <utility>
 
-#include "faults.h"
+#include "protocol/faults.h"
 
 namespace gradferry {
 namespace {

@@ -18,7 +18,7 @@
 #include "engine_options.h"
 #include "events.h"
 #include "gradferry/device_library.h"
-#include "layout.h"
+#include "protocol/layout.h"
 
 namespace gradferry {
 

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "device/device_bytes.h"
-#include "messages.h"
+#include "protocol/messages.h"
 
 namespace gradferry {
 

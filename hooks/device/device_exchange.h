@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "device/device_context.h"
-#include "workspace.h"
+#include "protocol/workspace.h"
 
 namespace gradferry {
 

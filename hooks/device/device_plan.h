@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "gradferry/device_library.h"
-#include "plan.h"
+#include "protocol/plan.h"
 
 namespace gradferry {
 

@@ -10,8 +10,8 @@
 
 #include "engine_options.h"
 #include "host/host_residuals.h"
-#include "layout.h"
-#include "plan.h"
+#include "protocol/layout.h"
+#include "protocol/plan.h"
 
 namespace gradferry {
 

@@ -11,8 +11,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "faults.h"
 #include "host/socket_lane.h"
+#include "protocol/faults.h"
 #include "threads.h"
 
 namespace gradferry {

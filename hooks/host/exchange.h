@@ -19,12 +19,12 @@
 
 #include "host/shared_memory.h"
 #include "lane.h"
-#include "messages.h"
-#include "nodes.h"
 #include "peers.h"
-#include "plan.h"
+#include "protocol/messages.h"
+#include "protocol/nodes.h"
+#include "protocol/plan.h"
+#include "protocol/workspace.h"
 #include "used_parameters.h"
-#include "workspace.h"
 
 namespace gradferry {
 

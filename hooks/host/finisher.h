@@ -34,7 +34,7 @@
 #include "host/host_residuals.h"
 #include "host/jobs.h"
 #include "host/residual_sample.h"
-#include "layout.h"
+#include "protocol/layout.h"
 
 namespace gradferry {
 

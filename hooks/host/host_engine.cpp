@@ -8,8 +8,8 @@
 
 #include "background_thread.h"
 #include "engine_errors.h"
-#include "faults.h"
 #include "host/node_sum.h"
+#include "protocol/faults.h"
 #include "tensor_bytes.h"
 
 namespace gradferry {

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "events.h"
-#include "faults.h"
 #include "host/exchange.h"
-#include "plan.h"
+#include "protocol/faults.h"
+#include "protocol/plan.h"
 #include "used_parameters.h"
 
 namespace gradferry {

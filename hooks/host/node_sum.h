@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan.h"
+#include "protocol/plan.h"
 
 namespace gradferry {
 

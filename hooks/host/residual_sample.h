@@ -3,8 +3,8 @@
 #pragma once
 
 #include "events.h"
-#include "layout.h"
-#include "plan.h"
+#include "protocol/layout.h"
+#include "protocol/plan.h"
 
 namespace gradferry {
 

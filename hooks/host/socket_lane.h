@@ -9,9 +9,9 @@
 #include <memory>
 #include <vector>
 
-#include "faults.h"
 #include "host/sockets.h"
 #include "lane.h"
+#include "protocol/faults.h"
 
 namespace gradferry {
 

@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "faults.h"
 #include "lane.h"
+#include "protocol/faults.h"
 
 namespace gradferry {
 

@@ -14,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "defaults.h"
 #include "gradferry/codec.h"
 #include "gradferry/wire.h"
 #include "hash64.h"
@@ -22,7 +21,8 @@
 #include "host/socket_lane.h"
 #include "host/tensor_memory.h"
 #include "meetings.h"
-#include "nodes.h"
+#include "protocol/defaults.h"
+#include "protocol/nodes.h"
 #include "scalar_type.h"
 
 namespace gradferry {

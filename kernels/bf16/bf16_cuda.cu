@@ -1,5 +1,5 @@
 #include "kernels/bf16/bf16_cuda.h"
-#include "kernels/chunk_launch.h"
+#include "kernels/cuda/chunk_launch.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "kernels/bf16/bf16_layout.h"
-#include "kernels/common/cast_kernels.h"
-#include "kernels/common/tile_kernels.h"
+#include "kernels/cuda/cast_kernels.h"
+#include "kernels/cuda/tile_kernels.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::bf16 {
 

@@ -2,7 +2,7 @@
 // summed in fp64 and so has kernels of its own, exact_float64_tiles.h.
 #pragma once
 
-#include "kernels/common/cast_kernels.h"
+#include "kernels/cuda/cast_kernels.h"
 #include "kernels/exact/exact_float64_tiles.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::exact {

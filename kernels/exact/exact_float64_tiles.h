@@ -3,7 +3,7 @@
 // the same on CPU.
 #pragma once
 
-#include "kernels/common/tile_kernels.h"
+#include "kernels/cuda/tile_kernels.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::exact_float64 {
 

@@ -1,4 +1,4 @@
-#include "kernels/chunk_launch.h"
+#include "kernels/cuda/chunk_launch.h"
 #include "kernels/q4/q4_cuda.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {

@@ -10,8 +10,8 @@
 // stays under some 80 instructions per element; most of what there is are the 9 of rounding.
 #pragma once
 
-#include "kernels/common/e2m1_codes.h"
-#include "kernels/common/tile_kernels.h"
+#include "kernels/cuda/e2m1_codes.h"
+#include "kernels/cuda/tile_kernels.h"
 #include "kernels/q4/q4_layout.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::q4 {

@@ -6,8 +6,8 @@
 // element.
 #pragma once
 
-#include "kernels/common/scaled_rows.h"
-#include "kernels/common/tile_kernels.h"
+#include "kernels/cuda/scaled_rows.h"
+#include "kernels/cuda/tile_kernels.h"
 #include "kernels/q8/q8_layout.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::q8 {

@@ -1,4 +1,4 @@
-#include "kernels/chunk_launch.h"
+#include "kernels/cuda/chunk_launch.h"
 #include "kernels/rht/rht_cuda.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {

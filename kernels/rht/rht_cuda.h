@@ -7,8 +7,8 @@
 // over rows of eight blocks share their shuffles (rows_to_lanes).
 #pragma once
 
-#include "kernels/common/scaled_rows.h"
-#include "kernels/common/tile_kernels.h"
+#include "kernels/cuda/scaled_rows.h"
+#include "kernels/cuda/tile_kernels.h"
 #include "kernels/rht/rht_rows.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::rht {

@@ -1,12 +1,12 @@
 // The transform of rht and the bytes of its codes on CUDA. A block of 128 is a row of a warp's
-// slice (kernels/common/slice.h), four elements to a lane, so that strides 1 and 2 of the transform
+// slice (kernels/cuda/slice.h), four elements to a lane, so that strides 1 and 2 of the transform
 // stay in a lane and strides 4 .. 64 are lanes 1 .. 16 apart.
 //
 // Coordinates need no moving about: lane 8 m + s has, in the places of its elements e = 0 .. 3, the
 // coordinates 32 m + 8 (s % 4) + 2 e + s / 4.
 #pragma once
 
-#include "kernels/common/slice.h"
+#include "kernels/cuda/slice.h"
 #include "kernels/rht/rht_layout.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::rht {

@@ -6,8 +6,8 @@
 // with error feedback moves 12.1 bytes per element.
 #pragma once
 
-#include "kernels/common/scaled_rows.h"
-#include "kernels/common/tile_kernels.h"
+#include "kernels/cuda/scaled_rows.h"
+#include "kernels/cuda/tile_kernels.h"
 #include "kernels/sign1/sign1_layout.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::sign1 {

@@ -4,10 +4,10 @@
 // is that of their bits. The k-th largest is found by bisection on the bits, each step counting
 // over the registers of all threads; it ends as soon as exactly k are not below, after some 16
 // steps on gradients. What is chosen is then ranked in the order of elements, which is that of
-// warps, rows, lanes and quads (kernels/common/slice.h), by scans over lanes and warps.
+// warps, rows, lanes and quads (kernels/cuda/slice.h), by scans over lanes and warps.
 #pragma once
 
-#include "kernels/common/slice.h"
+#include "kernels/cuda/slice.h"
 #include "kernels/topk/topk_layout.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::topk {

@@ -7,7 +7,7 @@
 // either kind into a bitmap there, whose running count says which value an element has.
 #pragma once
 
-#include "kernels/common/tile_kernels.h"
+#include "kernels/cuda/tile_kernels.h"
 #include "kernels/topk/topk_payload.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::topk {

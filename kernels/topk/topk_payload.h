@@ -3,8 +3,8 @@
 // any byte, so bytes are what is read and written: they are few.
 #pragma once
 
-#include "kernels/common/e2m1_codes.h"
-#include "kernels/common/payload_writer.h"
+#include "kernels/cuda/e2m1_codes.h"
+#include "kernels/cuda/payload_writer.h"
 #include "kernels/topk/topk_block.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::topk {

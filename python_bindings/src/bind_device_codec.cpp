@@ -11,9 +11,9 @@
 
 #include "bindings.h"
 #include "device_memory.h"
-#include "faults.h"
 #include "gradferry/device_library.h"
-#include "messages.h"
+#include "protocol/faults.h"
+#include "protocol/messages.h"
 #include "scalar_type.h"
 #include "tensor_bytes.h"
 

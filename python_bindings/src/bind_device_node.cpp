@@ -9,7 +9,7 @@
 #include "bindings.h"
 #include "device_memory.h"
 #include "gradferry/device_library.h"
-#include "layout.h"
+#include "protocol/layout.h"
 #include "scalar_type.h"
 
 namespace gradferry {

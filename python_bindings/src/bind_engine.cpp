@@ -9,7 +9,6 @@
 #include "background_thread.h"
 #include "bindings.h"
 #include "ddp_hook.h"
-#include "defaults.h"
 #include "device/device_engine.h"
 #include "gradferry/device_library.h"
 #include "holders.h"
@@ -17,8 +16,9 @@
 #include "host/host_engine.h"
 #include "host/shared_memory.h"
 #include "host/socket_lane.h"
-#include "planned_bytes.h"
 #include "process_end.h"
+#include "protocol/defaults.h"
+#include "protocol/planned_bytes.h"
 #include "scalar_type.h"
 
 namespace gradferry {

@@ -3,7 +3,7 @@
 #include <array>
 
 #include "bindings.h"
-#include "faults.h"
+#include "protocol/faults.h"
 
 namespace gradferry {
 namespace {

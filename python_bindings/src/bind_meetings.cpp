@@ -8,7 +8,7 @@
 #include "host/connect_ranks.h"
 #include "host/socket_lane.h"
 #include "meetings.h"
-#include "reasons.h"
+#include "protocol/reasons.h"
 #include "threads.h"
 
 namespace gradferry {

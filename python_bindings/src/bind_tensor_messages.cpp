@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "bindings.h"
+#include "protocol/tensor_message.h"
 #include "scalar_type.h"
-#include "tensor_message.h"
 
 namespace gradferry {
 namespace {

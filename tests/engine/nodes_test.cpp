@@ -1,5 +1,5 @@
 // Which ranks share a node, and the plan of a bucket between nodes.
-#include "hooks/nodes.h"
+#include "hooks/protocol/nodes.h"
 
 #include <gtest/gtest.h>
 
@@ -9,8 +9,8 @@
 
 #include "gradferry/error.h"
 #include "gradferry/wire.h"
-#include "hooks/plan.h"
-#include "hooks/workspace.h"
+#include "hooks/protocol/plan.h"
+#include "hooks/protocol/workspace.h"
 
 namespace gradferry {
 namespace {

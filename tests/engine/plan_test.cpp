@@ -1,5 +1,5 @@
 // A bucket's plan where counts no longer fit 32 bits. It is tables alone: no gradient is allocated.
-#include "hooks/plan.h"
+#include "hooks/protocol/plan.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 
 #include "gradferry/error.h"
 #include "gradferry/wire.h"
-#include "hooks/defaults.h"
+#include "hooks/protocol/defaults.h"
 
 namespace gradferry {
 namespace {

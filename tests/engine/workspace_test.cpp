@@ -1,5 +1,5 @@
 // The memory of chunks in worlds of any size, on paper: no buffer is allocated.
-#include "hooks/workspace.h"
+#include "hooks/protocol/workspace.h"
 
 #include <gtest/gtest.h>
 
@@ -11,8 +11,8 @@
 
 #include "gradferry/error.h"
 #include "gradferry/wire.h"
-#include "hooks/defaults.h"
-#include "hooks/plan.h"
+#include "hooks/protocol/defaults.h"
+#include "hooks/protocol/plan.h"
 
 namespace gradferry {
 namespace {

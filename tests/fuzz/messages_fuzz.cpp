@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "hooks/messages.h"
+#include "hooks/protocol/messages.h"
 #include "tests/fuzz/target.h"
 
 namespace gradferry::fuzzing {

@@ -9,8 +9,8 @@
 
 #include "gradferry/error.h"
 #include "gradferry/wire.h"
-#include "hooks/plan.h"
-#include "hooks/workspace.h"
+#include "hooks/protocol/plan.h"
+#include "hooks/protocol/workspace.h"
 #include "tests/fuzz/codec_calls.h"
 
 namespace gradferry::fuzzing {

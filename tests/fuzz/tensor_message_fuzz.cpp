@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "gradferry/wire.h"
-#include "hooks/tensor_message.h"
+#include "hooks/protocol/tensor_message.h"
 #include "tests/fuzz/codec_calls.h"
 
 namespace gradferry::fuzzing {

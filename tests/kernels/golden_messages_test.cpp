@@ -8,7 +8,7 @@
 
 #include "gradferry/wire.h"
 #include "hooks/hash64.h"
-#include "hooks/plan.h"
+#include "hooks/protocol/plan.h"
 #include "tests/kernels/codec_runner.h"
 #include "tests/kernels/golden_files.h"
 

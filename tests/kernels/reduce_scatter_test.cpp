@@ -7,8 +7,8 @@
 
 #include "gradferry/error.h"
 #include "gradferry/wire.h"
-#include "hooks/plan.h"
-#include "hooks/workspace.h"
+#include "hooks/protocol/plan.h"
+#include "hooks/protocol/workspace.h"
 
 namespace gradferry {
 namespace {

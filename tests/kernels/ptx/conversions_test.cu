@@ -2,7 +2,7 @@
 // conversions of kernels/common/conversions.h.
 #include <gtest/gtest.h>
 
-#include "kernels/common/tile_kernels.h"
+#include "kernels/cuda/tile_kernels.h"
 #include "tests/kernels/cuda/gpu_copy.h"
 
 namespace gradferry::cuda {

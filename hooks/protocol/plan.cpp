@@ -1,0 +1,263 @@
+#include "protocol/plan.h"
+
+#include <algorithm>
+#include <iterator>
+#include <span>
+#include <utility>
+
+#include "gradferry/wire.h"
+
+namespace gradferry {
+namespace {
+
+// A tile of the bucket, before its chunk is known.
+struct BucketTile {
+  const Parameter* parameter;
+  uint64_t id;
+  uint64_t gradient_offset;
+  uint64_t worker_residual;  // kNoResidual when there is none
+  uint32_t num_elements;
+  uint32_t worker_bytes;  // 0 in an all-gather
+  uint32_t owner_bytes;   // 0 in a reduce-scatter
+  uint32_t owner;
+  uint32_t turn;  // how many of its owner come before it in the bucket
+};
+
+// Between siblings, where pieces begin on a cache line.
+uint32_t piece_elements(const BucketTile& tile) {
+  return (tile.num_elements + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
+}
+
+// In the order in which chunks take them.
+std::vector<BucketTile> tiles_of(const Layout& layout, const BucketPlan& plan,
+                                 const PlanOptions& options) {
+  const bool averages = scatters(options.collective);
+  const Stage gathered = averages ? Stage::kOwner : Stage::kWorker;
+  std::vector<BucketTile> tiles;
+  std::vector<uint32_t> turns(layout.world_size(), 0);
+  uint64_t offset = 0;
+  for (const uint32_t index : plan.parameters) {
+    const Parameter& parameter = layout.parameters()[index];
+    for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
+      const uint32_t n = layout.tile_elements(parameter, t);
+      const uint64_t start = uint64_t{t} * kTileElements;
+      const uint64_t id = parameter.first_tile + t;
+      const auto payload_bytes = [&](Stage stage) {
+        return layout.payload_bytes(parameter, n, stage, options.codecs);
+      };
+      tiles.push_back({.parameter = &parameter,
+                       .id = id,
+                       .gradient_offset = offset + start,
+                       .worker_residual = layout.worker_residual_offset(id),
+                       .num_elements = n,
+                       .worker_bytes = averages ? payload_bytes(Stage::kWorker) : 0,
+                       .owner_bytes = gathers(options.collective) ? payload_bytes(gathered) : 0,
+                       .owner = layout.owner(id),
+                       .turn = turns[layout.owner(id)]++});
+    }
+    offset += parameter.num_elements;
+  }
+  // In bucket order all tiles of an owner follow each other, and chunks would go to one rank each.
+  if (options.collective != Collective::kAllReduce) {
+    std::ranges::sort(tiles, {}, [](const BucketTile& tile) {
+      return std::pair(tile.turn, tile.gradient_offset);
+    });
+  }
+  return tiles;
+}
+
+// Finds the batch of the tile's codec and residuals, or adds it.
+PlannedBatch& batch_for(std::vector<PlannedBatch>& batches, const BucketTile& tile,
+                        const PlanOptions& options) {
+  const uint32_t codec = Layout::codec_index(*tile.parameter, options.codecs);
+  const bool worker = options.residuals && tile.worker_residual != kNoResidual;
+  const bool owner = options.residuals && tile.parameter->owner_residual;
+  for (PlannedBatch& batch : batches) {
+    if (batch.codec_index == codec && batch.worker_residual == worker &&
+        batch.owner_residual == owner) {
+      return batch;
+    }
+  }
+  return batches.emplace_back(PlannedBatch{codec, worker, owner, {}, {}});
+}
+
+// Sets the sizes of scatter messages. Backends have their own all-to-all for messages of one size;
+// any others they send one by one. A little padding is worth that; but not in a chunk whose only
+// tile is longer than chunk_bytes: buffers have room for one such message.
+void size_scatter_messages(std::vector<Shard>& shards, const PlanOptions& options) {
+  uint64_t sum = 0, longest = 0;
+  for (Shard& shard : shards) {
+    shard.scatter_bytes = kHeaderBytes + shard.worker_bytes;
+    sum += shard.scatter_bytes;
+    longest = std::max<uint64_t>(longest, shard.scatter_bytes);
+  }
+  const uint64_t padding = shards.size() * longest - sum;
+  if (!options.equal_scatter || longest > kHeaderBytes + options.chunk_bytes ||
+      padding * kScatterPaddingPart > sum) {
+    return;
+  }
+  for (Shard& shard : shards) shard.scatter_bytes = static_cast<uint32_t>(longest);
+}
+
+// FNV-1a of 64 bits, over whole tile numbers instead of bytes.
+uint64_t hash_of(std::span<const BucketTile> tiles) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const BucketTile& tile : tiles) hash = (hash ^ tile.id) * 0x100000001b3;
+  return hash;
+}
+
+// Where the tiles of a chunk lie in its messages.
+class ChunkPlanner {
+ public:
+  ChunkPlanner(const Layout& layout, std::span<const BucketTile> tiles, const PlanOptions& options)
+      : nodes_(layout.nodes()),
+        layout_(layout),
+        tiles_(tiles),
+        options_(options),
+        own_column_(nodes_.local_index(options.rank)),
+        in_worker_(nodes_.world_size(), 0),
+        in_owner_(nodes_.world_size(), 0) {
+    chunk_.dtype = tiles.front().parameter->dtype;
+    chunk_.tiles_hash = hash_of(tiles);
+    chunk_.columns.resize(nodes_.num_columns());
+    chunk_.shards.resize(nodes_.num_nodes());
+  }
+
+  ChunkPlan plan() {
+    size_messages();
+    // Those of this rank's column first: where `decode` undoes, it needs the batch of `encode`.
+    for (const BucketTile& tile : tiles_) place(tile);
+    for (std::vector<PlannedBatch>* batches : {&own_decode_, &other_decode_}) {
+      std::move(batches->begin(), batches->end(), std::back_inserter(chunk_.decode));
+    }
+    return std::move(chunk_);
+  }
+
+ private:
+  void size_messages() {
+    std::vector<uint32_t> owner_bytes(nodes_.world_size(), 0);
+    for (const BucketTile& tile : tiles_) {
+      owner_bytes[tile.owner] += tile.owner_bytes;
+      if (nodes_.local_index(tile.owner) != own_column_) continue;
+      Shard& shard = chunk_.shards[nodes_.node_of(tile.owner)];
+      shard.worker_bytes += tile.worker_bytes;
+      shard.owner_bytes += tile.owner_bytes;
+    }
+    if (scatters(options_.collective)) size_scatter_messages(chunk_.shards, options_);
+    if (gathers(options_.collective)) size_gather_messages(owner_bytes);
+    uint32_t start = 0;
+    for (const Shard& shard : chunk_.shards) {
+      message_start_.push_back(start);
+      start += shard.scatter_bytes;
+    }
+  }
+
+  void size_gather_messages(const std::vector<uint32_t>& owner_bytes) {
+    uint32_t longest = 0;
+    for (uint32_t column = 0; column < nodes_.num_columns(); ++column) {
+      Column& planned = chunk_.columns[column];
+      for (const uint32_t peer : nodes_.peers(column)) {
+        planned.owner_bytes.push_back(owner_bytes[peer]);
+      }
+      planned.gather_message_bytes = kHeaderBytes + std::ranges::max(planned.owner_bytes);
+      longest = std::max(longest, planned.gather_message_bytes);
+    }
+    chunk_.forward_bytes = nodes_.is_flat() ? 0 : kHeaderBytes + nodes_.num_nodes() * longest;
+  }
+
+  void place(const BucketTile& tile) {
+    const uint32_t node = nodes_.node_of(tile.owner), index = nodes_.local_index(tile.owner);
+    Column& column = chunk_.columns[index];
+    uint64_t gradient_offset = tile.gradient_offset;
+    if (!nodes_.is_flat()) {
+      gradient_offset = column.num_elements;
+      column.pieces.push_back({tile.gradient_offset, tile.num_elements, column.num_elements});
+      column.num_elements += piece_elements(tile);
+    }
+    const uint32_t in_worker =
+        std::exchange(in_worker_[tile.owner], in_worker_[tile.owner] + tile.worker_bytes);
+    const uint32_t in_owner =
+        std::exchange(in_owner_[tile.owner], in_owner_[tile.owner] + tile.owner_bytes);
+    const uint32_t forwarded = nodes_.is_flat() ? 0 : index * chunk_.forward_bytes + kHeaderBytes;
+    const uint32_t arrives_at =
+        forwarded + node * column.gather_message_bytes + kHeaderBytes + in_owner;
+    const auto add = [&](std::vector<PlannedBatch>& batches, uint32_t rank, const Tile& placed) {
+      PlannedBatch& batch = batch_for(batches, tile, options_);
+      batch.tiles.push_back(placed);
+      batch.ranks.push_back(rank);
+    };
+    const bool is_own = index == own_column_;
+    if (!scatters(options_.collective)) {
+      if (tile.owner == options_.rank) {
+        add(chunk_.encode, 0,
+            {tile.id, gradient_offset, kNoResidual, tile.num_elements, kHeaderBytes + in_owner,
+             arrives_at, in_owner});
+      }
+    } else if (is_own) {
+      add(chunk_.encode, node,
+          {tile.id, gradient_offset, tile.worker_residual, tile.num_elements,
+           message_start_[node] + kHeaderBytes + in_worker, arrives_at, in_worker});
+    }
+    if (scatters(options_.collective) && tile.owner == options_.rank) {
+      add(chunk_.reduce, node,
+          {tile.id, tile.gradient_offset, layout_.owner_residual_offset(tile.id), tile.num_elements,
+           in_worker, in_owner, in_owner});
+    }
+    if (!gathers(options_.collective)) return;
+    add(is_own ? own_decode_ : other_decode_, tile.owner,
+        {tile.id, tile.gradient_offset, tile.worker_residual, tile.num_elements, arrives_at, 0, 0});
+  }
+
+  const Nodes& nodes_;
+  const Layout& layout_;
+  const std::span<const BucketTile> tiles_;
+  const PlanOptions& options_;
+  const uint32_t own_column_;
+  std::vector<uint32_t> message_start_;         // of the scatter messages, by node
+  std::vector<uint32_t> in_worker_, in_owner_;  // payload bytes so far, by owner
+  std::vector<PlannedBatch> own_decode_, other_decode_;
+  ChunkPlan chunk_{};
+};
+
+}  // namespace
+
+BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& parameters,
+                     const PlanOptions& options) {
+  BucketPlan plan;
+  plan.parameters = parameters;
+  for (const uint32_t index : parameters) {
+    plan.num_elements += layout.parameters()[index].num_elements;
+    plan.dtype = layout.parameters()[index].dtype;
+  }
+  const std::vector<BucketTile> tiles = tiles_of(layout, plan, options);
+  std::vector<uint32_t> worker_bytes(layout.world_size(), 0);
+  std::vector<uint32_t> owner_bytes(layout.world_size(), 0);
+  std::vector<uint64_t> dense_bytes(layout.nodes().num_columns(), 0);
+  const uint64_t most_dense_bytes = layout.nodes().is_flat() ? ~uint64_t{0} : options.dense_bytes;
+  size_t first = 0;
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    const BucketTile& tile = tiles[i];
+    uint64_t& dense = dense_bytes[layout.column(tile.id)];
+    const uint64_t tile_bytes = uint64_t{piece_elements(tile)} * item_bytes(plan.dtype);
+    const bool full = worker_bytes[tile.owner] + tile.worker_bytes > options.chunk_bytes ||
+                      owner_bytes[tile.owner] + tile.owner_bytes > options.chunk_bytes ||
+                      dense + tile_bytes > most_dense_bytes;
+    if (full && i > first) {
+      plan.chunks.push_back(
+          ChunkPlanner(layout, std::span(tiles).subspan(first, i - first), options).plan());
+      first = i;
+      std::fill(worker_bytes.begin(), worker_bytes.end(), 0);
+      std::fill(owner_bytes.begin(), owner_bytes.end(), 0);
+      std::fill(dense_bytes.begin(), dense_bytes.end(), 0);
+    }
+    worker_bytes[tile.owner] += tile.worker_bytes;
+    owner_bytes[tile.owner] += tile.owner_bytes;
+    dense += tile_bytes;
+  }
+  if (first < tiles.size()) {
+    plan.chunks.push_back(ChunkPlanner(layout, std::span(tiles).subspan(first), options).plan());
+  }
+  return plan;
+}
+
+}  // namespace gradferry
