@@ -96,7 +96,7 @@ void BucketEngine::run(const std::vector<uint32_t>& parameters, UsedMap used,
   if (begin_run()) {
     std::optional<Error> failure;
     try {
-      average(accept(parameters, std::move(used), gradient, future, std::move(value)));
+      exchange(accept(parameters, std::move(used), gradient, future, std::move(value)));
     } catch (...) {
       failure = describe_failure(std::current_exception(), options_.world_rank());
     }

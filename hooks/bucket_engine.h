@@ -1,20 +1,41 @@
-// The engine: takes a bucket, and completes a Future once the averaged gradient is in it; with
-// Collective::kReduceScatter, of the part that this rank owns. With Collective::kAllGather the
-// bucket holds parameters: those that this rank owns before, and those of all ranks after, as their
-// owners encoded them. This is the base class of the engine
-// for the host (host/) and of the engine for devices with streams (device/). It holds their options
-// and counters, assigns buckets to steps, handles failures, and serves the calls of checkpoints and
-// optimizers between steps. The engines differ in the memory of the gradients, and so in which
-// threads or streams do the work and wait.
+// The engine: takes buckets, exchanges each with all ranks, and completes the bucket's Future. This
+// is the base class of the engine for the host (host/) and of the engine for devices with streams
+// (device/). It holds their options and counters, assigns buckets to steps, handles failures, and
+// serves the calls of checkpoints and optimizers between steps. The engines differ in the memory of
+// the bucket, and so in which threads or streams do the work and wait.
 //
-// In momentum mode a rank encodes (1 - m) * gradient + residual and adds m * decoded to the
-// residual, which then carries the momentum and what was withheld; the bucket receives the
-// momentum. This holds for every tile, including `exact` ones and those of a world of one. For `m`
-// see momentum.h.
+// The exchange of a bucket, as every rank does it:
 //
-// Outside momentum mode a world of one withholds nothing. But it may load a state in which a larger
-// world has: every parameter has a place in the worker residual, and the next gradient delivers
-// what is there. The memory for that is allocated when such a state is loaded.
+//   for every chunk of the bucket's plan:
+//     scatter  v = alpha * gradient + worker residual, by tile
+//              send encode(v) to the tile's owner
+//              worker residual = v - decode(encode(v))
+//     reduce   u = sum over ranks of decode(what they sent) / world size + owner residual,
+//              for the tiles that this rank owns
+//              owner residual = u - decode(encode(u))
+//     gather   send encode(u) to every rank
+//     decode   gradient = decode(encode(u)), of every tile; worker residual += m * gradient
+//   commit     send this rank's status to every rank; once all have come complete the Future, with
+//              the error if one of them is one
+//
+// Without momentum m is 0 and alpha 1. Otherwise the residual carries the momentum and what was
+// withheld, and the bucket receives the momentum; for m see momentum.h. Steps for whose codec a
+// tile has no residual leave those lines out. The cases:
+//
+//   flat            all ranks are peers: as above
+//   two levels      local scatter, before: send every sibling the gradients of its rail as they
+//                   are; add up those of the own rail. Scatter, reduce and gather are between the
+//                   peers of a rail, with nodes in the place of ranks. Forward, before decode: send
+//                   every sibling what was gathered
+//   reduce-scatter  reduce ends in gradient = u: no gather, no decode
+//   all-gather      send encode(v) of own tiles to every rank, then decode: no scatter, no reduce;
+//                   nothing is averaged, and the Future completes before the commit
+//   world of one    nothing is sent. With momentum gradient = v with `exact`, as above. Without, v
+//                   delivers what a larger world has withheld, where a loaded state has some; the
+//                   memory for that is allocated when it is loaded
+//
+// A chunk is encoded while earlier ones travel. Chunks of a bucket, and buckets, keep their order
+// in every step of the exchange.
 //
 // After the first error an engine is dead: it informs all ranks (peers.h), and every call throws
 // that error.
@@ -66,9 +87,10 @@ class BucketEngine {
   BucketEngine(const BucketEngine&) = delete;
   BucketEngine& operator=(const BucketEngine&) = delete;
 
-  // Averages `gradient` (dense, flat, contiguous, real, on the engine's device) of `parameters` (in
-  // bucket order) in place over all ranks, then completes `future` with `value`. A reduce-scatter
-  // averages the parameters that this rank owns, and leaves the others as they are. Called in
+  // Exchanges `gradient` (dense, flat, contiguous, real, on the engine's device) of `parameters`
+  // (in bucket order) in place, then completes `future` with `value`: with the average over all
+  // ranks; in a reduce-scatter of the parameters that this rank owns, while the others stay as they
+  // are; in an all-gather with the values of every parameter's owner. Called in
   // bucket order, from one thread at a time, without the GIL. `used`: which parameters this rank
   // used in this pass; empty: all of them. Parameters that no rank used do not change. May block
   // while earlier buckets are in flight. On a device the caller of a reduce-scatter keeps
@@ -140,7 +162,7 @@ class BucketEngine {
   void end_optimizer_step(bool applied);
 
  protected:
-  // A bucket to average.
+  // A bucket to exchange.
   struct Bucket {
     const BucketPlan* plan;
     UsedMap used = {};
@@ -160,7 +182,7 @@ class BucketEngine {
   BucketEngine(EngineOptions options, ParameterHashes hashes, c10::Device device, bool exchanges);
 
   // The part of run() after the bucket was accepted. An exception ends the engine.
-  virtual void average(Bucket bucket) = 0;
+  virtual void exchange(Bucket bucket) = 0;
   // Throws what a device has found so far.
   virtual void expect_no_fault() {}
   // The part of decode_kept() after the bucket was found sound.

@@ -79,12 +79,12 @@ DeviceEngine::~DeviceEngine() {
 
 // --- a bucket, on DDP's thread ---
 
-void DeviceEngine::average(Bucket bucket) {
+void DeviceEngine::exchange(Bucket bucket) {
   expect_no_capture();
   if (exchanges_) count_in(bucket);
   DeviceJob job = make_job(std::move(bucket));
   if (!exchanges_) {
-    average_alone(std::move(job));
+    complete_alone(std::move(job));
   } else if (worker_) {
     exchange_later(std::move(job));
   } else {
@@ -210,7 +210,7 @@ void DeviceEngine::exchange(DeviceJob& job) {
     begin_step(job);
   }
   commits_->note_step(job.step);
-  exchange_->average(job);
+  exchange_->enqueue(job);
   {
     const std::lock_guard lock(life_.mutex);
     --life_.stats.in_flight;
@@ -245,7 +245,7 @@ void DeviceEngine::begin_step(const DeviceJob& job) {
 }
 
 // Nothing is sent.
-void DeviceEngine::average_alone(DeviceJob job) {
+void DeviceEngine::complete_alone(DeviceJob job) {
   const bool changes = context_.residuals && options_.touches_residuals(job.step);
   if (changes) {
     const c10::DeviceGuard guard(device_);

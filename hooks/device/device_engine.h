@@ -51,7 +51,7 @@ class DeviceEngine final : public BucketEngine {
   DeviceEngine(EngineOptions options, c10::Device device, ParameterHashes hashes,
                std::unique_ptr<DeviceTransport> transport);
 
-  void average(Bucket bucket) override;
+  void exchange(Bucket bucket) override;
   void expect_no_fault() override;
   bool decode_kept(const BucketPlan& plan, const at::Tensor& gradient) override;
   uint64_t sent_bytes() const override;
@@ -72,7 +72,7 @@ class DeviceEngine final : public BucketEngine {
   void exchange(DeviceJob& job);
   void exchange_later(DeviceJob job);
   void complete(DeviceJob& job) const;
-  void average_alone(DeviceJob job);
+  void complete_alone(DeviceJob job);
   c10::Event take_event();
   void give_back(c10::Event event);
   c10::StreamGuard behind_all() const;

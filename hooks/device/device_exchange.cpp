@@ -87,7 +87,7 @@ DeviceExchange::Behind DeviceExchange::stages() const {
   return {behind(1), behind(2), behind(3), behind(4)};
 }
 
-void DeviceExchange::average(DeviceJob& job) {
+void DeviceExchange::enqueue(DeviceJob& job) {
   reserve_flags(job.plan->most_tiles());
   const std::vector<DeviceChunk>& chunks = job.plan->chunks();
   std::array<ChunkJob, kDeviceSlotsOfNodes> jobs;

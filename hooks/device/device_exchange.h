@@ -26,8 +26,8 @@ class DeviceExchange {
   DeviceExchange(DeviceContext& context, uint64_t other_bytes);
 
   // Enqueues everything from encode to the result in the bucket. E already waits for the gradient.
-  void average(DeviceJob& job);
-  // With keep_gathered: decodes what the last average() of the job's plan has gathered, on F alone,
+  void enqueue(DeviceJob& job);
+  // With keep_gathered: decodes what the last enqueue() of the job's plan has gathered, on F alone,
   // which already waits for the gradient. There was one.
   void decode_kept(DeviceJob& job);
   // The same as ChunkCodecs::deliver_alone(), on E alone.

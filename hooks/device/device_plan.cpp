@@ -58,7 +58,7 @@ class ChunkTables {
         nodes_(layout.nodes()),
         rank_(layout.rank()),
         node_(nodes_.node_of(rank_)),
-        column_(nodes_.local_index(rank_)),
+        rail_(nodes_.local_index(rank_)),
         sum_begin_(sum_begin),
         averages_(scatters(collective)),
         gathers_(gathers(collective)) {
@@ -74,7 +74,7 @@ class ChunkTables {
     }
     if (nodes_.is_leader(rank_)) {
       chunk_.gather_payload_bytes = own.owner_bytes;
-      chunk_.gather_message_bytes = plan_.columns[column_].gather_message_bytes;
+      chunk_.gather_message_bytes = plan_.rails[rail_].gather_message_bytes;
     }
     if (gathers_) add_gathered();
     add_stages(codecs);
@@ -83,14 +83,14 @@ class ChunkTables {
 
  private:
   uint32_t dense_bytes(uint32_t local_index) const {
-    if (local_index >= plan_.columns.size()) return 0;
-    return plan_.columns[local_index].num_elements * item_bytes(plan_.dtype);
+    if (local_index >= plan_.rails.size()) return 0;
+    return plan_.rails[local_index].num_elements * item_bytes(plan_.dtype);
   }
 
   void add_siblings() {
     const std::vector<uint32_t>& ranks = nodes_.siblings(rank_);
     DeviceScatter& scatter = chunk_.siblings.scatter;
-    const uint32_t own_bytes = dense_bytes(column_);
+    const uint32_t own_bytes = dense_bytes(rail_);
     std::vector<Message> sent, received, from_others;
     uint32_t offset = 0;
     for (uint32_t i = 0; i < ranks.size(); ++i) {
@@ -98,15 +98,15 @@ class ChunkTables {
       sent.push_back({offset, dense, rank_, Phase::kLocalScatter, 0});
       received.push_back(
           {i * (kHeaderBytes + own_bytes), own_bytes, ranks[i], Phase::kLocalScatter, 0});
-      if (i != column_) from_others.push_back(received.back());
+      if (i != rail_) from_others.push_back(received.back());
       scatter.send_bytes.push_back(kHeaderBytes + dense);
       scatter.receive_bytes.push_back(kHeaderBytes + own_bytes);
       offset += kHeaderBytes + dense;
     }
     std::vector<ChunkPiece> to_others, own;
-    for (uint32_t c = 0; c < plan_.columns.size(); ++c) {
-      for (const Piece& piece : plan_.columns[c].pieces) {
-        (c == column_ ? own : to_others)
+    for (uint32_t c = 0; c < plan_.rails.size(); ++c) {
+      for (const Piece& piece : plan_.rails[c].pieces) {
+        (c == rail_ ? own : to_others)
             .push_back({piece.gradient_offset, piece.num_elements, piece.offset, c, 0});
       }
     }
@@ -118,7 +118,7 @@ class ChunkTables {
   }
 
   void add_peers() {
-    const std::vector<uint32_t> peers = nodes_.peers(column_);
+    const std::vector<uint32_t> peers = nodes_.peers(rail_);
     const Shard& own = plan_.shards[node_];
     std::vector<Message> sent, received;
     uint32_t offset = 0;
@@ -135,13 +135,13 @@ class ChunkTables {
   }
 
   void add_gathered() {
-    for (uint32_t c = 0; c < plan_.columns.size(); ++c) {
-      const Column& column = plan_.columns[c];
+    for (uint32_t c = 0; c < plan_.rails.size(); ++c) {
+      const Rail& rail = plan_.rails[c];
       const std::vector<uint32_t> peers = nodes_.peers(c);
       const uint32_t begin = nodes_.is_flat() ? 0 : c * plan_.forward_bytes + kHeaderBytes;
       for (uint32_t p = 0; p < peers.size(); ++p) {
-        const uint32_t message = begin + p * column.gather_message_bytes;
-        gathered_.push_back({message, column.owner_bytes[p], peers[p], Phase::kGather, 0});
+        const uint32_t message = begin + p * rail.gather_message_bytes;
+        gathered_.push_back({message, rail.owner_bytes[p], peers[p], Phase::kGather, 0});
       }
     }
     std::vector<Message> all = gathered_;
@@ -170,7 +170,7 @@ class ChunkTables {
           tile.message = nodes_.local_index(owner) * nodes_.num_nodes() + nodes_.node_of(owner);
           tile.tile.message_offset =
               tile.tile.payload_offset - gathered_[tile.message].offset - kHeaderBytes;
-          if (next == own.size()) return;  // of other columns
+          if (next == own.size()) return;  // of other rails
           const Tile& sent = own[next++];
           tile.tile.output_offset = sent.payload_offset;
           if (nodes_.is_flat()) return;
@@ -182,7 +182,7 @@ class ChunkTables {
   TableWriter& writer_;
   const ChunkPlan& plan_;
   const Nodes& nodes_;
-  const uint32_t rank_, node_, column_, sum_begin_;
+  const uint32_t rank_, node_, rail_, sum_begin_;
   const bool averages_;            // not an all-gather
   const bool gathers_;             // not a reduce-scatter
   std::vector<Message> gathered_;  // of owners

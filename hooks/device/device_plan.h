@@ -36,7 +36,7 @@ struct DeviceScatter {
 struct DeviceSiblings {
   DeviceScatter scatter;
   Table<Message> from_others;   // those of scatter.received that this rank did not send
-  Table<ChunkPiece> sent, own;  // pieces of other columns, and of this rank's
+  Table<ChunkPiece> sent, own;  // pieces of other rails, and of this rank's
 };
 
 struct DeviceChunk {

@@ -45,8 +45,8 @@ Exchange::Exchange(const Agreement& agreement, const Nodes& nodes, Peers& peers,
       local_index_(nodes.local_index(agreement.rank)),
       peers_(peers),
       lanes_(std::move(lanes)) {
-  for (uint32_t column = 0; column < nodes.num_columns(); ++column) {
-    columns_.push_back(nodes.peers(column));
+  for (uint32_t rail = 0; rail < nodes.num_rails(); ++rail) {
+    rails_.push_back(nodes.peers(rail));
   }
 }
 
@@ -78,9 +78,9 @@ bool Exchange::has_come(const Pending& work) {
 // --- siblings: gradients
 
 uint64_t Exchange::dense_bytes(const Chunk& chunk, uint32_t local_index) const {
-  const auto& columns = chunk.plan->columns;
+  const auto& rails = chunk.plan->rails;
   const uint64_t elements =
-      local_index < columns.size() ? columns[local_index].num_elements : uint64_t{0};
+      local_index < rails.size() ? rails[local_index].num_elements : uint64_t{0};
   return elements * item_bytes(chunk.plan->dtype);
 }
 
@@ -88,16 +88,16 @@ uint64_t Exchange::dense_message_bytes(const Chunk& chunk, uint32_t local_index)
   return kHeaderBytes + (siblings_share(*chunk.slot) ? 0 : dense_bytes(chunk, local_index));
 }
 
-std::byte* Exchange::dense_place(const Slot& slot, uint32_t sibling, uint32_t column) const {
-  const uint64_t among_others = sibling < column ? sibling : sibling - 1;
-  const uint64_t place = column * (siblings_.size() - 1) + among_others;
+std::byte* Exchange::dense_place(const Slot& slot, uint32_t sibling, uint32_t rail) const {
+  const uint64_t among_others = sibling < rail ? sibling : sibling - 1;
+  const uint64_t place = rail * (siblings_.size() - 1) + among_others;
   return bytes(slot.dense_shared) + place * slot.dense_place_bytes;
 }
 
-std::byte* Exchange::dense_message(const Chunk& chunk, uint32_t column) const {
-  if (siblings_share(*chunk.slot)) return dense_place(*chunk.slot, local_index_, column);
+std::byte* Exchange::dense_message(const Chunk& chunk, uint32_t rail) const {
+  if (siblings_share(*chunk.slot)) return dense_place(*chunk.slot, local_index_, rail);
   uint64_t offset = kHeaderBytes;
-  for (uint32_t i = 0; i < column; ++i) offset += dense_message_bytes(chunk, i);
+  for (uint32_t i = 0; i < rail; ++i) offset += dense_message_bytes(chunk, i);
   return bytes(chunk.slot->dense_send) + offset;
 }
 
@@ -171,9 +171,9 @@ Fault Exchange::wait_scatter(Chunk& chunk) {
   const uint32_t payload_bytes = chunk.plan->shards[node_].worker_bytes;
   for (uint32_t node = 0; node < nodes_.num_nodes(); ++node) {
     if (node == node_) continue;
-    const Fault fault = check_message(scattered_payload(chunk, node) - kHeaderBytes,
-                                      envelope(chunk, Phase::kScatter),
-                                      columns_[local_index_][node], payload_bytes);
+    const Fault fault =
+        check_message(scattered_payload(chunk, node) - kHeaderBytes,
+                      envelope(chunk, Phase::kScatter), rails_[local_index_][node], payload_bytes);
     if (fault) return fault;
   }
   return {};
@@ -196,16 +196,16 @@ std::byte* Exchange::gather_message(const Chunk& chunk) const {
   return slot.own_message.defined() ? bytes(slot.own_message) : own_place(chunk);
 }
 
-std::byte* Exchange::gathered_column(const Chunk& chunk, uint32_t column) const {
+std::byte* Exchange::gathered_rail(const Chunk& chunk, uint32_t rail) const {
   const uint64_t begin = chunk.plan->forward_bytes == 0
                              ? 0
-                             : uint64_t{column} * chunk.plan->forward_bytes + kHeaderBytes;
+                             : uint64_t{rail} * chunk.plan->forward_bytes + kHeaderBytes;
   return bytes(chunk.gathered) + begin;
 }
 
 std::byte* Exchange::own_place(const Chunk& chunk) const {
-  return gathered_column(chunk, local_index_) +
-         uint64_t{node_} * chunk.plan->columns[local_index_].gather_message_bytes;
+  return gathered_rail(chunk, local_index_) +
+         uint64_t{node_} * chunk.plan->rails[local_index_].gather_message_bytes;
 }
 
 void Exchange::count(uint64_t to_peers, uint64_t to_siblings) {
@@ -227,11 +227,11 @@ Pending Exchange::post_to_all(Lane& lane, const at::Tensor& messages) {
 // All-gather needs messages of one size, so all are padded to the longest; the header of each holds
 // its payload size.
 void Exchange::post_gather(Chunk& chunk, WireStatus status, uint64_t checksum) {
-  const int64_t size = chunk.plan->columns[local_index_].gather_message_bytes;
+  const int64_t size = chunk.plan->rails[local_index_].gather_message_bytes;
   write_header(gather_message(chunk), envelope(chunk, Phase::kGather), status,
                chunk.plan->shards[node_].owner_bytes, checksum);
   const Slot& slot = *chunk.slot;
-  const int64_t begin = gathered_column(chunk, local_index_) - bytes(chunk.gathered);
+  const int64_t begin = gathered_rail(chunk, local_index_) - bytes(chunk.gathered);
   const at::Tensor messages = chunk.gathered.narrow(0, begin, size * nodes_.num_nodes());
   count(static_cast<uint64_t>(size) * (nodes_.num_nodes() - 1), 0);
   chunk.gather = slot.own_message.defined()
@@ -245,20 +245,20 @@ Fault Exchange::wait_gather(Chunk& chunk) {
   // Lanes need not put it there.
   if (chunk.slot->own_message.defined()) {
     std::memcpy(own_place(chunk), gather_message(chunk),
-                chunk.plan->columns[local_index_].gather_message_bytes);
+                chunk.plan->rails[local_index_].gather_message_bytes);
   }
   return check_gathered(chunk, local_index_);
 }
 
 // This rank's own message needs no check.
-Fault Exchange::check_gathered(const Chunk& chunk, uint32_t column) const {
-  const uint32_t size = chunk.plan->columns[column].gather_message_bytes;
+Fault Exchange::check_gathered(const Chunk& chunk, uint32_t rail) const {
+  const uint32_t size = chunk.plan->rails[rail].gather_message_bytes;
   for (uint32_t node = 0; node < nodes_.num_nodes(); ++node) {
-    const uint32_t source = columns_[column][node];
+    const uint32_t source = rails_[rail][node];
     if (source == agreement_.rank) continue;
-    const Fault fault = check_message(gathered_column(chunk, column) + uint64_t{node} * size,
+    const Fault fault = check_message(gathered_rail(chunk, rail) + uint64_t{node} * size,
                                       envelope(chunk, Phase::kGather), source,
-                                      chunk.plan->columns[column].owner_bytes[node]);
+                                      chunk.plan->rails[rail].owner_bytes[node]);
     if (fault) return fault;
   }
   return {};
@@ -287,7 +287,7 @@ void Exchange::post_forward(Chunk& chunk, WireStatus status) {
   chunk.forward = lanes_.forward->all_gather(messages, own);
 }
 
-// Headers and checksums of other columns' messages are those of their owners.
+// Headers and checksums of other rails' messages are those of their owners.
 Fault Exchange::wait_forward(Chunk& chunk) {
   wait(chunk.forward, Phase::kForward, chunk.step, chunk.number);
   chunk.forward.reset();
@@ -298,7 +298,7 @@ Fault Exchange::wait_forward(Chunk& chunk) {
     Fault fault =
         check_unsummed_message(bytes(messages) + size * i, envelope(chunk, Phase::kForward),
                                siblings_[i], chunk.plan->forward_bytes - kHeaderBytes);
-    if (!fault && i < nodes_.num_columns()) fault = check_gathered(chunk, i);
+    if (!fault && i < nodes_.num_rails()) fault = check_gathered(chunk, i);
     if (fault) return fault;
   }
   return {};

@@ -1,7 +1,7 @@
 // The exchange of packed messages, with a header before every payload and a commit after every
 // bucket. Does not interpret payloads.
 //
-//   local scatter   every rank sends its siblings the gradients of their columns    (local lanes)
+//   local scatter   every rank sends its siblings the gradients of their rails    (local lanes)
 //   scatter         every rank sends its peers the payloads that they own
 //   gather          every rank sends its peers the payload of the mean of what it owns
 //   forward         every rank sends its siblings what it gathered, as it came      (local lanes)
@@ -36,9 +36,9 @@ namespace gradferry {
 //   gathered      all siblings have posted chunk n + slots, each after it had decoded chunk n
 struct Slot {
   at::Tensor dense_send, dense_receive;  // between siblings; where they share memory, only headers
-  at::Tensor dense_shared;               // then: gradients, for every column from its other ranks
+  at::Tensor dense_shared;               // then: gradients, for every rail from its other ranks
   uint64_t dense_place_bytes = 0;        // apart
-  at::Tensor sum;                        // of the node's gradients, of this rank's column
+  at::Tensor sum;                        // of the node's gradients, of this rank's rail
   at::Tensor scatter_send, scatter_receive;
   // What decode reads; may be scatter_receive, or what siblings share. Empty in a reduce-scatter,
   // and where all that is gathered is kept.
@@ -89,11 +89,11 @@ class Exchange {
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
   uint64_t local_bytes() const { return local_bytes_.load(std::memory_order_relaxed); }
 
-  // Sends the gradients in slot.dense_send. Where a column's begin there:
-  std::byte* dense_message(const Chunk& chunk, uint32_t column) const;
+  // Sends the gradients in slot.dense_send. Where a rail's begin there:
+  std::byte* dense_message(const Chunk& chunk, uint32_t rail) const;
   void post_local_scatter(Chunk& chunk, WireStatus status);
   Fault wait_local_scatter(Chunk& chunk);
-  // The gradients of this rank's column from a sibling, after wait_local_scatter.
+  // The gradients of this rank's rail from a sibling, after wait_local_scatter.
   const std::byte* scattered_gradients(const Chunk& chunk, uint32_t sibling) const;
 
   // Sends the payloads in slot.scatter_send; checksums[k] belongs to the message for node k.
@@ -137,11 +137,11 @@ class Exchange {
   uint64_t dense_bytes(const Chunk& chunk, uint32_t local_index) const;
   // The length of the message with them, on a lane.
   uint64_t dense_message_bytes(const Chunk& chunk, uint32_t local_index) const;
-  // Where a sibling's gradients for a column that is not its own begin.
-  std::byte* dense_place(const Slot& slot, uint32_t sibling, uint32_t column) const;
-  // What peers gathered of a column.
-  std::byte* gathered_column(const Chunk& chunk, uint32_t column) const;
-  Fault check_gathered(const Chunk& chunk, uint32_t column) const;
+  // Where a sibling's gradients for a rail that is not its own begin.
+  std::byte* dense_place(const Slot& slot, uint32_t sibling, uint32_t rail) const;
+  // What peers gathered of a rail.
+  std::byte* gathered_rail(const Chunk& chunk, uint32_t rail) const;
+  Fault check_gathered(const Chunk& chunk, uint32_t rail) const;
   // Where all-gathered messages have this rank's.
   std::byte* own_place(const Chunk& chunk) const;
   void count(uint64_t to_peers, uint64_t to_siblings);
@@ -156,7 +156,7 @@ class Exchange {
   const Nodes& nodes_;
   const std::vector<uint32_t> siblings_;
   const uint32_t node_, local_index_;
-  std::vector<std::vector<uint32_t>> columns_;  // ranks of every column, by node
+  std::vector<std::vector<uint32_t>> rails_;  // ranks of every rail, by node
   Peers& peers_;
   ExchangeLanes lanes_;
   std::atomic<uint64_t> sent_bytes_{0}, local_bytes_{0};

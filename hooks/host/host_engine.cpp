@@ -17,8 +17,8 @@ namespace {
 
 // The size of all owners' messages, with one rank per node.
 int64_t gathered_bytes(const ChunkPlan& chunk) {
-  const Column& column = chunk.columns.front();
-  return static_cast<int64_t>(column.gather_message_bytes * column.owner_bytes.size());
+  const Rail& rail = chunk.rails.front();
+  return static_cast<int64_t>(rail.gather_message_bytes * rail.owner_bytes.size());
 }
 
 }  // namespace
@@ -37,7 +37,7 @@ HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLa
                         " ranks needs lanes, and one for a single rank has none");
   if (!exchanges_) return;
   exchange_.emplace(options_.agreement(), layout_.nodes(), *options_.peers, std::move(lanes));
-  finisher_.emplace(options_, layout_, residuals_, sample_, *exchange_, memory.get(), log_, life_);
+  pipeline_.emplace(options_, layout_, residuals_, sample_, *exchange_, memory.get(), log_, life_);
 }
 
 std::shared_ptr<HostEngine> HostEngine::start(EngineOptions options, ParameterHashes hashes,
@@ -46,10 +46,10 @@ std::shared_ptr<HostEngine> HostEngine::start(EngineOptions options, ParameterHa
                                               std::string local_stage) {
   std::shared_ptr<HostEngine> engine(new HostEngine(
       std::move(options), std::move(hashes), std::move(lanes), memory, std::move(local_stage)));
-  if (engine->finisher_) {
+  if (engine->pipeline_) {
     BackgroundThread::start(
         "gf-finish", BackgroundThread::Role::kEngine,
-        [engine] { engine->exchange_->close(engine->finisher_->work()); },
+        [engine] { engine->exchange_->close(engine->pipeline_->work()); },
         [weak = std::weak_ptr(engine)] {
           if (const auto alive = weak.lock()) alive->request_stop();
         });
@@ -60,10 +60,10 @@ std::shared_ptr<HostEngine> HostEngine::start(EngineOptions options, ParameterHa
 
 // --- a bucket, on DDP's thread ---
 
-void HostEngine::average(Bucket bucket) {
+void HostEngine::exchange(Bucket bucket) {
   if (bucket.begins_step) begin_step(bucket);
   if (!exchanges_ || bucket.plan->chunks.empty()) {
-    average_alone(std::move(bucket));
+    complete_alone(std::move(bucket));
     return;
   }
   Fault fault;
@@ -136,7 +136,7 @@ bool HostEngine::changes_residuals(uint64_t step) const {
 }
 
 // Nothing is sent.
-void HostEngine::average_alone(Bucket bucket) {
+void HostEngine::complete_alone(Bucket bucket) {
   if (changes_residuals(bucket.step)) deliver_alone(bucket);
   if ((options_.raise_nonfinite || options_.exact_skip) && !is_finite(bucket)) {
     if (options_.raise_nonfinite) throw nonfinite_gradient(bucket.step);
@@ -182,14 +182,14 @@ void HostEngine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const Chun
   job->bucket = bucket;
   job->last = last;
   job->chunk.plan = &plan;
-  job->chunk.slot = finisher_->take_slot();
+  job->chunk.slot = pipeline_->take_slot();
   job->chunk.gathered = kept.defined() ? std::move(kept) : job->chunk.slot->gathered;
   job->chunk.step = bucket->step;
   job->chunk.number = life_.stats.chunks;  // only this thread writes it
   if (!scatters(options_.collective)) {
-    finisher_->send_to_all(*job, codecs_);
+    pipeline_->send_to_all(*job, codecs_);
   } else if (layout_.nodes().is_flat()) {
-    finisher_->send_to_peers(*job, codecs_, WireStatus::kOk);
+    pipeline_->send_to_peers(*job, codecs_, WireStatus::kOk);
   } else {
     send_to_siblings(*job);
   }
@@ -198,7 +198,7 @@ void HostEngine::send_chunk(const std::shared_ptr<BucketJob>& bucket, const Chun
     ++life_.stats.chunks;
     bucket->event.encoded_ns = EventLog::now();
   }
-  finisher_->hand_in(std::move(job));
+  pipeline_->hand_in(std::move(job));
 }
 
 // Where the messages of a bucket are kept, chunk by chunk. Allocated when it comes for the first
@@ -233,9 +233,9 @@ void HostEngine::send_to_siblings(ChunkJob& job) {
   int64_t encode_ns = 0;
   {
     const TimedRange timed("gradferry::encode", encode_ns);
-    for (uint32_t column = 0; column < nodes.num_columns(); ++column) {
-      if (column == nodes.local_index(options_.rank)) continue;  // its leader has it
-      pack_column(*job.chunk.plan, column, gradient, exchange_->dense_message(job.chunk, column));
+    for (uint32_t rail = 0; rail < nodes.num_rails(); ++rail) {
+      if (rail == nodes.local_index(options_.rank)) continue;  // its leader has it
+      pack_rail(*job.chunk.plan, rail, gradient, exchange_->dense_message(job.chunk, rail));
     }
   }
   exchange_->post_local_scatter(job.chunk, WireStatus::kOk);

@@ -1,19 +1,13 @@
-// The engine for gradients in host memory.
+// The engine for buckets in host memory. Which thread does a step of the exchange
+// (bucket_engine.h), and on which lane it goes:
 //
-//   DDP's thread         encode chunk -> post its all-to-all           (scatter lane)
-//   finishing thread     wait -> reduce -> post its all-gather         (gather lane)
-//                        wait -> decode into the bucket -> commit      (commit lane) -> Future
+//   DDP's thread         scatter: encode, post                         (scatter lane)
+//   finishing thread     wait -> reduce -> gather: post                (gather lane)
+//                        wait -> decode -> commit                      (commit lane) -> Future
 //
-// A reduce-scatter goes from the first wait straight to its part of the bucket, and the commit. In
-// an all-gather DDP's thread posts the all-gather at once, and the Future comes before the commit.
-//
-// With several ranks per node:
-//
-//   DDP's thread         pack chunk -> post it to the siblings         (local scatter lane)
-//   finishing thread     wait -> sum, encode -> post its all-to-all    (scatter lane)
-//                        wait -> reduce -> post its all-gather         (gather lane)
-//                        wait -> post what came to the siblings        (forward lane)
-//                        wait -> decode into the bucket -> commit      (commit lane) -> Future
+// With two levels DDP's thread posts the local scatter (local scatter lane) and the finishing
+// thread adds up and encodes; what was gathered goes through the forward lane before it is decoded.
+// In an all-gather DDP's thread posts the gather.
 //
 // The finishing thread keeps the engine alive and closes its lanes. It ends when it was asked to
 // stop and nothing is in flight. With the native hook, neither thread takes the GIL.
@@ -26,9 +20,9 @@
 #include <vector>
 
 #include "bucket_engine.h"
+#include "host/bucket_pipeline.h"
 #include "host/chunk_codecs.h"
 #include "host/exchange.h"
-#include "host/finisher.h"
 #include "host/host_residuals.h"
 #include "host/jobs.h"
 #include "host/residual_sample.h"
@@ -55,7 +49,7 @@ class HostEngine final : public BucketEngine {
   HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLanes lanes,
              const std::shared_ptr<SharedMemory>& memory, std::string local_stage);
 
-  void average(Bucket bucket) override;
+  void exchange(Bucket bucket) override;
   bool decode_kept(const BucketPlan& plan, const at::Tensor& gradient) override;
   uint64_t sent_bytes() const override { return exchange_ ? exchange_->sent_bytes() : 0; }
   uint64_t local_bytes() const override { return exchange_ ? exchange_->local_bytes() : 0; }
@@ -70,7 +64,7 @@ class HostEngine final : public BucketEngine {
 
   void begin_step(const Bucket& bucket);
   Fault check_parameters(uint64_t step);
-  void average_alone(Bucket bucket);
+  void complete_alone(Bucket bucket);
   UnusedCopy copy_unused(const Bucket& bucket, const UsedMap& used) const;
   bool changes_residuals(uint64_t step) const;
   bool is_finite(const Bucket& bucket) const;
@@ -86,7 +80,7 @@ class HostEngine final : public BucketEngine {
   HostResiduals residuals_;
   // Empty when world_size is 1.
   std::optional<Exchange> exchange_;
-  std::optional<Finisher> finisher_;
+  std::optional<BucketPipeline> pipeline_;
 
   // DDP's thread only.
   ChunkCodecs codecs_;

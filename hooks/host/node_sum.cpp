@@ -21,12 +21,12 @@ void add(const Item* x, uint32_t n, bool is_first, Number* total) {
 
 // Tile by tile, so that the total stays in the cache.
 template <typename Item, typename Number>
-void sum_pieces(const Column& column, const std::vector<const std::byte*>& gradients,
-                const void* own, double scale, void* sum) {
+void sum_pieces(const Rail& rail, const std::vector<const std::byte*>& gradients, const void* own,
+                double scale, void* sum) {
   const auto* own_items = static_cast<const Item*>(own);
   const auto factor = static_cast<Number>(scale);
   std::array<Number, kTileElements> total;  // NOLINT(*-member-init): add() begins with all of it
-  for (const Piece& piece : column.pieces) {
+  for (const Piece& piece : rail.pieces) {
     const uint32_t n = piece.num_elements;
     bool is_first = true;
     for (const std::byte* message : gradients) {
@@ -41,19 +41,18 @@ void sum_pieces(const Column& column, const std::vector<const std::byte*>& gradi
 
 }  // namespace
 
-void pack_column(const ChunkPlan& plan, uint32_t column, const void* gradient, std::byte* message) {
+void pack_rail(const ChunkPlan& plan, uint32_t rail, const void* gradient, std::byte* message) {
   const uint64_t item = item_bytes(plan.dtype);
-  for (const Piece& piece : plan.columns[column].pieces) {
+  for (const Piece& piece : plan.rails[rail].pieces) {
     std::memcpy(message + piece.offset * item,
                 static_cast<const std::byte*>(gradient) + piece.gradient_offset * item,
                 piece.num_elements * item);
   }
 }
 
-void sum_column(const ChunkPlan& plan, uint32_t column,
-                const std::vector<const std::byte*>& gradients, const void* own, double scale,
-                void* sum) {
-  const Column& pieces = plan.columns[column];
+void sum_rail(const ChunkPlan& plan, uint32_t rail, const std::vector<const std::byte*>& gradients,
+              const void* own, double scale, void* sum) {
+  const Rail& pieces = plan.rails[rail];
   switch (plan.dtype) {
     case ScalarType::kFloat32: return sum_pieces<float, float>(pieces, gradients, own, scale, sum);
     case ScalarType::kBFloat16:

@@ -25,7 +25,7 @@ Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Node
   codecs_.push_back({exact.codec, exact.options});
   codec_names_.push_back(exact.canonical);
   shard_bytes_.assign(world_size, 0);
-  dense_bytes_.assign(nodes_.num_columns(), 0);
+  dense_bytes_.assign(nodes_.num_rails(), 0);
   std::vector<uint64_t> load(world_size, 0);
   const auto place = [](uint64_t& elements, uint32_t n) {
     return std::exchange(elements, elements + round_up(n, kResidualAlignment));

@@ -84,9 +84,9 @@ class Layout {
   uint64_t num_tiles() const { return owners_.size(); }
 
   // The rank that reduces the tile: that of the parameter, if it has one; else, in tile order, the
-  // rank with the fewest payload bytes so far, of those that have a column.
+  // rank with the fewest payload bytes so far, of those that have a rail.
   uint32_t owner(uint64_t tile) const { return owners_[tile]; }
-  uint32_t column(uint64_t tile) const { return nodes_.local_index(owners_[tile]); }
+  uint32_t rail(uint64_t tile) const { return nodes_.local_index(owners_[tile]); }
 
   // Where the tile starts in this rank's residuals; kNoResidual when it has none here. Leaders
   // keep worker residuals, owners those of owners.
@@ -114,7 +114,7 @@ class Layout {
 
   // The most bytes any rank owns of the whole model, in the larger stage, with whichever codecs.
   uint64_t largest_shard_bytes() const;
-  // The most bytes of gradient that a column has of the whole model.
+  // The most bytes of gradient that a rail has of the whole model.
   uint64_t largest_dense_bytes() const;
   // The longest payload of a tile, likewise.
   uint32_t largest_tile_bytes() const { return largest_tile_bytes_; }
@@ -133,7 +133,7 @@ class Layout {
   std::vector<uint16_t> owners_;
   std::vector<uint64_t> worker_offsets_, owner_offsets_;  // by tile
   std::vector<uint64_t> shard_bytes_;                     // by rank
-  std::vector<uint64_t> dense_bytes_;                     // by column
+  std::vector<uint64_t> dense_bytes_;                     // by rail
   uint32_t largest_tile_bytes_ = 0;
   uint64_t worker_residual_elements_ = 0;
   uint64_t owner_residual_elements_ = 0;

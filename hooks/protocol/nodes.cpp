@@ -21,7 +21,7 @@ Nodes::Nodes(std::vector<std::vector<uint32_t>> members) : members_(std::move(me
       "world size " + std::to_string(world_size) + " is not in 1.." + std::to_string(kMostRanks));
   constexpr Place kNone{~0U, ~0U};
   places_.assign(world_size, kNone);
-  num_columns_ = ~0U;
+  num_rails_ = ~0U;
   most_siblings_ = 0;
   for (uint32_t node = 0; node < members_.size(); ++node) {
     const auto& ranks = members_[node];
@@ -31,7 +31,7 @@ Nodes::Nodes(std::vector<std::vector<uint32_t>> members) : members_(std::move(me
                       "node " + std::to_string(node) +
                           " has no ranks, or they or the nodes are not in rising order");
     const auto num_ranks = static_cast<uint32_t>(ranks.size());
-    num_columns_ = std::min(num_columns_, num_ranks);
+    num_rails_ = std::min(num_rails_, num_ranks);
     most_siblings_ = std::max(most_siblings_, num_ranks);
     for (uint32_t i = 0; i < ranks.size(); ++i) {
       GRADFERRY_EXPECTS(ranks[i] < world_size && places_[ranks[i]].node == kNone.node, kConfig,
@@ -42,9 +42,9 @@ Nodes::Nodes(std::vector<std::vector<uint32_t>> members) : members_(std::move(me
   }
 }
 
-std::vector<uint32_t> Nodes::peers(uint32_t column) const {
+std::vector<uint32_t> Nodes::peers(uint32_t rail) const {
   std::vector<uint32_t> ranks;
-  for (const auto& members : members_) ranks.push_back(members[column]);
+  for (const auto& members : members_) ranks.push_back(members[rail]);
   return ranks;
 }
 

@@ -114,18 +114,18 @@ class ChunkPlanner {
         layout_(layout),
         tiles_(tiles),
         options_(options),
-        own_column_(nodes_.local_index(options.rank)),
+        own_rail_(nodes_.local_index(options.rank)),
         in_worker_(nodes_.world_size(), 0),
         in_owner_(nodes_.world_size(), 0) {
     chunk_.dtype = tiles.front().parameter->dtype;
     chunk_.tiles_hash = hash_of(tiles);
-    chunk_.columns.resize(nodes_.num_columns());
+    chunk_.rails.resize(nodes_.num_rails());
     chunk_.shards.resize(nodes_.num_nodes());
   }
 
   ChunkPlan plan() {
     size_messages();
-    // Those of this rank's column first: where `decode` undoes, it needs the batch of `encode`.
+    // Those of this rank's rail first: where `decode` undoes, it needs the batch of `encode`.
     for (const BucketTile& tile : tiles_) place(tile);
     for (std::vector<PlannedBatch>* batches : {&own_decode_, &other_decode_}) {
       std::move(batches->begin(), batches->end(), std::back_inserter(chunk_.decode));
@@ -138,7 +138,7 @@ class ChunkPlanner {
     std::vector<uint32_t> owner_bytes(nodes_.world_size(), 0);
     for (const BucketTile& tile : tiles_) {
       owner_bytes[tile.owner] += tile.owner_bytes;
-      if (nodes_.local_index(tile.owner) != own_column_) continue;
+      if (nodes_.local_index(tile.owner) != own_rail_) continue;
       Shard& shard = chunk_.shards[nodes_.node_of(tile.owner)];
       shard.worker_bytes += tile.worker_bytes;
       shard.owner_bytes += tile.owner_bytes;
@@ -154,9 +154,9 @@ class ChunkPlanner {
 
   void size_gather_messages(const std::vector<uint32_t>& owner_bytes) {
     uint32_t longest = 0;
-    for (uint32_t column = 0; column < nodes_.num_columns(); ++column) {
-      Column& planned = chunk_.columns[column];
-      for (const uint32_t peer : nodes_.peers(column)) {
+    for (uint32_t rail = 0; rail < nodes_.num_rails(); ++rail) {
+      Rail& planned = chunk_.rails[rail];
+      for (const uint32_t peer : nodes_.peers(rail)) {
         planned.owner_bytes.push_back(owner_bytes[peer]);
       }
       planned.gather_message_bytes = kHeaderBytes + std::ranges::max(planned.owner_bytes);
@@ -167,12 +167,12 @@ class ChunkPlanner {
 
   void place(const BucketTile& tile) {
     const uint32_t node = nodes_.node_of(tile.owner), index = nodes_.local_index(tile.owner);
-    Column& column = chunk_.columns[index];
+    Rail& rail = chunk_.rails[index];
     uint64_t gradient_offset = tile.gradient_offset;
     if (!nodes_.is_flat()) {
-      gradient_offset = column.num_elements;
-      column.pieces.push_back({tile.gradient_offset, tile.num_elements, column.num_elements});
-      column.num_elements += piece_elements(tile);
+      gradient_offset = rail.num_elements;
+      rail.pieces.push_back({tile.gradient_offset, tile.num_elements, rail.num_elements});
+      rail.num_elements += piece_elements(tile);
     }
     const uint32_t in_worker =
         std::exchange(in_worker_[tile.owner], in_worker_[tile.owner] + tile.worker_bytes);
@@ -180,13 +180,13 @@ class ChunkPlanner {
         std::exchange(in_owner_[tile.owner], in_owner_[tile.owner] + tile.owner_bytes);
     const uint32_t forwarded = nodes_.is_flat() ? 0 : index * chunk_.forward_bytes + kHeaderBytes;
     const uint32_t arrives_at =
-        forwarded + node * column.gather_message_bytes + kHeaderBytes + in_owner;
+        forwarded + node * rail.gather_message_bytes + kHeaderBytes + in_owner;
     const auto add = [&](std::vector<PlannedBatch>& batches, uint32_t rank, const Tile& placed) {
       PlannedBatch& batch = batch_for(batches, tile, options_);
       batch.tiles.push_back(placed);
       batch.ranks.push_back(rank);
     };
-    const bool is_own = index == own_column_;
+    const bool is_own = index == own_rail_;
     if (!scatters(options_.collective)) {
       if (tile.owner == options_.rank) {
         add(chunk_.encode, 0,
@@ -212,7 +212,7 @@ class ChunkPlanner {
   const Layout& layout_;
   const std::span<const BucketTile> tiles_;
   const PlanOptions& options_;
-  const uint32_t own_column_;
+  const uint32_t own_rail_;
   std::vector<uint32_t> message_start_;         // of the scatter messages, by node
   std::vector<uint32_t> in_worker_, in_owner_;  // payload bytes so far, by owner
   std::vector<PlannedBatch> own_decode_, other_decode_;
@@ -232,12 +232,12 @@ BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& paramete
   const std::vector<BucketTile> tiles = tiles_of(layout, plan, options);
   std::vector<uint32_t> worker_bytes(layout.world_size(), 0);
   std::vector<uint32_t> owner_bytes(layout.world_size(), 0);
-  std::vector<uint64_t> dense_bytes(layout.nodes().num_columns(), 0);
+  std::vector<uint64_t> dense_bytes(layout.nodes().num_rails(), 0);
   const uint64_t most_dense_bytes = layout.nodes().is_flat() ? ~uint64_t{0} : options.dense_bytes;
   size_t first = 0;
   for (size_t i = 0; i < tiles.size(); ++i) {
     const BucketTile& tile = tiles[i];
-    uint64_t& dense = dense_bytes[layout.column(tile.id)];
+    uint64_t& dense = dense_bytes[layout.rail(tile.id)];
     const uint64_t tile_bytes = uint64_t{piece_elements(tile)} * item_bytes(plan.dtype);
     const bool full = worker_bytes[tile.owner] + tile.worker_bytes > options.chunk_bytes ||
                       owner_bytes[tile.owner] + tile.owner_bytes > options.chunk_bytes ||

@@ -44,8 +44,8 @@ struct Piece {
   uint32_t offset;  // elements, in the message to the leader
 };
 
-// The tiles of a column in a chunk.
-struct Column {
+// The tiles of a rail in a chunk.
+struct Rail {
   std::vector<Piece> pieces;  // empty with one rank per node
   uint32_t num_elements = 0;  // of the message to the leader, with gaps
   // From every peer to the others: header + the largest owner_bytes; all_gather wants one size.
@@ -59,12 +59,12 @@ struct ChunkPlan {
   // The hash of its tiles' numbers, in the order in which they lie in messages. Messages carry it:
   // two buckets may have messages of the same sizes.
   uint64_t tiles_hash;
-  std::vector<Column> columns;
-  // Message to every sibling: a header, and what was gathered from the peers of the longest column.
+  std::vector<Rail> rails;
+  // Message to every sibling: a header, and what was gathered from the peers of the longest rail.
   // 0 with one rank per node.
   uint32_t forward_bytes;
   std::vector<Shard> shards;  // this rank's peers, by node
-  // The tiles of this rank's column. gradient_offset counts in the bucket, or in the sum of the
+  // The tiles of this rank's rail. gradient_offset counts in the bucket, or in the sum of the
   // node. payload_offset counts from the start of the send buffer, headers included; output_offset,
   // for undo, as payload_offset in `decode`. In an all-gather: the tiles that this rank owns, in
   // its one message, without residuals.
@@ -72,7 +72,7 @@ struct ChunkPlan {
   // Tiles that this rank owns. payload_offset and output_offset count from the end of the message's
   // header; gradient_offset counts in the bucket. Empty in an all-gather.
   std::vector<PlannedBatch> reduce;
-  // First the batches and tiles of `encode`, in the same order, then those of other columns; in an
+  // First the batches and tiles of `encode`, in the same order, then those of other rails; in an
   // all-gather those of all ranks, this one's included. payload_offset counts from the start of the
   // receive buffer, headers included. Empty in a reduce-scatter.
   std::vector<PlannedBatch> decode;
@@ -88,7 +88,7 @@ struct BucketPlan {
 // Padding of scatter messages to one size is at most one part in this many of their bytes.
 inline constexpr uint64_t kScatterPaddingPart = 32;
 
-// Most bytes of gradient in a chunk that one column has, where nodes have several ranks: what a
+// Most bytes of gradient in a chunk that one rail has, where nodes have several ranks: what a
 // rank sends to a sibling. Less where memory is short (dense_bytes_within()).
 inline constexpr uint64_t kMostDenseBytes = uint64_t{2} << 20;
 
@@ -98,7 +98,7 @@ struct PlanOptions {
   bool equal_scatter;    // pads the scatter messages of a chunk to one size where that costs little
   CodecChoice codecs;
   bool residuals;                          // false: none is touched
-  uint64_t dense_bytes = kMostDenseBytes;  // most bytes of gradient per column in one chunk
+  uint64_t dense_bytes = kMostDenseBytes;  // most bytes of gradient per rail in one chunk
   Collective collective = Collective::kAllReduce;
 };
 

@@ -21,30 +21,28 @@ std::vector<BucketPlan> plans_of(const Layout& layout, const PlanOptions& option
   return plans;
 }
 
-// Bytes to each peer of the column of the plans, by node: every rank of the column sends its peers
+// Bytes to each peer of the rail of the plans, by node: every rank of the rail sends its peers
 // the same.
-std::vector<uint64_t> bytes_to_peers(const std::vector<BucketPlan>& plans, uint32_t column,
+std::vector<uint64_t> bytes_to_peers(const std::vector<BucketPlan>& plans, uint32_t rail,
                                      size_t num_nodes) {
   std::vector<uint64_t> to_peer(num_nodes, 0);
   for (const BucketPlan& plan : plans) {
     for (const ChunkPlan& chunk : plan.chunks) {
       for (size_t node = 0; node < num_nodes; ++node) {
-        to_peer[node] +=
-            chunk.shards[node].scatter_bytes + chunk.columns[column].gather_message_bytes;
+        to_peer[node] += chunk.shards[node].scatter_bytes + chunk.rails[rail].gather_message_bytes;
       }
     }
   }
   return to_peer;
 }
 
-// Bytes to the sibling with this local index: the gradients of its column, and what was gathered.
+// Bytes to the sibling with this local index: the gradients of its rail, and what was gathered.
 uint64_t bytes_to_sibling(const std::vector<BucketPlan>& plans, uint32_t local_index) {
   uint64_t sum = 0;
   for (const BucketPlan& plan : plans) {
     for (const ChunkPlan& chunk : plan.chunks) {
-      const uint64_t elements = local_index < chunk.columns.size()
-                                    ? chunk.columns[local_index].num_elements
-                                    : uint64_t{0};
+      const uint64_t elements =
+          local_index < chunk.rails.size() ? chunk.rails[local_index].num_elements : uint64_t{0};
       sum += kHeaderBytes + elements * item_bytes(chunk.dtype) + chunk.forward_bytes;
     }
   }
@@ -73,11 +71,11 @@ std::vector<StepBytes> planned_bytes(const Layout& layout, PlanOptions options,
                         std::to_string(nodes.world_size()));
   std::vector<StepBytes> sent(nodes.world_size());
   std::vector<BucketPlan> plans;
-  for (uint32_t column = 0; column < nodes.num_columns(); ++column) {
-    const std::vector<uint32_t> peers = nodes.peers(column);
+  for (uint32_t rail = 0; rail < nodes.num_rails(); ++rail) {
+    const std::vector<uint32_t> peers = nodes.peers(rail);
     options.rank = peers.front();
     plans = plans_of(layout, options, buckets);
-    const std::vector<uint64_t> to_peer = bytes_to_peers(plans, column, peers.size());
+    const std::vector<uint64_t> to_peer = bytes_to_peers(plans, rail, peers.size());
     const auto to_all = std::accumulate(to_peer.begin(), to_peer.end(), uint64_t{0});
     std::map<uint32_t, uint64_t> to_host;
     for (size_t node = 0; node < peers.size(); ++node) to_host[hosts[peers[node]]] += to_peer[node];

@@ -36,7 +36,7 @@ void add_local_stage(Workspace& workspace, const Layout& layout, uint64_t num_si
   if (!share) return;
   workspace.gathered_bytes = round_up(workspace.gathered_bytes, kPageBytes);
   workspace.dense_place_bytes = round_up(dense, kLineBytes);
-  const uint64_t places = nodes.num_columns() * (num_siblings - 1);
+  const uint64_t places = nodes.num_rails() * (num_siblings - 1);
   workspace.shared_bytes =
       round_up(workspace.gathered_bytes + places * workspace.dense_place_bytes, kPageBytes);
 }

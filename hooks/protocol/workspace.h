@@ -16,7 +16,7 @@ namespace gradferry {
 // element. Equal on ranks with equal arguments, as it must be.
 uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, uint32_t most);
 
-// Most bytes of gradient per column in one chunk, where nodes have several ranks: what messages of
+// Most bytes of gradient per rail in one chunk, where nodes have several ranks: what messages of
 // `chunk_bytes` leave of the memory for each of four chunks, at most kMostDenseBytes, and a full
 // tile at least. Equal on ranks with equal arguments.
 uint64_t dense_bytes_within(uint64_t workspace_cap_bytes, uint32_t chunk_bytes, const Nodes& nodes);
@@ -35,7 +35,7 @@ struct Workspace {
   uint64_t dense_receive_bytes = 0;
   uint64_t sum_bytes = 0;
   // Bytes of a slot in memory that all siblings share; 0: they share none. There, first what was
-  // gathered, then for every column the gradients from every other sibling, each in a place of
+  // gathered, then for every rail the gradients from every other sibling, each in a place of
   // dense_place_bytes; the buffers above hold the headers only. Equal on all siblings, as is
   // `slots` there.
   uint64_t shared_bytes = 0;

@@ -12,7 +12,7 @@
 #include "device/device_engine.h"
 #include "gradferry/device_library.h"
 #include "holders.h"
-#include "host/finisher.h"
+#include "host/bucket_pipeline.h"
 #include "host/host_engine.h"
 #include "host/shared_memory.h"
 #include "host/socket_lane.h"

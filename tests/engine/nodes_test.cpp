@@ -17,11 +17,11 @@ namespace {
 
 using Table = std::vector<std::vector<uint32_t>>;
 
-TEST(Nodes, ColumnsAreTheRanksOfEqualLocalIndexThatEveryNodeHas) {
+TEST(Nodes, RailsAreTheRanksOfEqualLocalIndexThatEveryNodeHas) {
   const Nodes nodes(Table{{0, 3, 4}, {1, 2}});
   EXPECT_EQ(nodes.world_size(), 5);
   EXPECT_EQ(nodes.num_nodes(), 2);
-  EXPECT_EQ(nodes.num_columns(), 2);
+  EXPECT_EQ(nodes.num_rails(), 2);
   EXPECT_EQ(nodes.peers(0), (std::vector<uint32_t>{0, 1}));
   EXPECT_EQ(nodes.peers(1), (std::vector<uint32_t>{3, 2}));
   EXPECT_EQ(nodes.siblings(4), (std::vector<uint32_t>{0, 3, 4}));
@@ -86,7 +86,7 @@ TEST_P(Between, ResidualsOfANodeAreShardedOverItsLeaders) {
     for (uint64_t tile = 0; tile < layout.num_tiles(); ++tile) {
       const bool has = layout.worker_residual_offset(tile) != kNoResidual;
       const bool wants = layout.parameter_of(tile).worker_residual;
-      ASSERT_EQ(has, wants && nodes_.local_index(rank) == layout.column(tile));
+      ASSERT_EQ(has, wants && nodes_.local_index(rank) == layout.rail(tile));
       by_node[nodes_.node_of(rank)] += has;
       owned += layout.owner_residual_offset(tile) != kNoResidual;
     }
@@ -104,22 +104,22 @@ TEST_P(Between, PlansOfAllRanksFitEachOther) {
   EXPECT_GT(plans[0].chunks.size(), 1);
   for (size_t c = 0; c < plans[0].chunks.size(); ++c) {
     size_t pieces = 0;
-    for (const Column& column : plans[0].chunks[c].columns) pieces += column.pieces.size();
+    for (const Rail& rail : plans[0].chunks[c].rails) pieces += rail.pieces.size();
     for (uint32_t rank = 0; rank < nodes_.world_size(); ++rank) {
       const ChunkPlan& chunk = plans[rank].chunks[c];
-      const uint32_t column = nodes_.local_index(rank);
-      ASSERT_EQ(chunk.columns.size(), nodes_.num_columns());
+      const uint32_t rail = nodes_.local_index(rank);
+      ASSERT_EQ(chunk.rails.size(), nodes_.num_rails());
       EXPECT_EQ(num_tiles(chunk.decode), pieces);
       EXPECT_EQ(chunk.forward_bytes, plans[0].chunks[c].forward_bytes);
       if (!nodes_.is_leader(rank)) {
         EXPECT_EQ(num_tiles(chunk.encode) + num_tiles(chunk.reduce), 0);
         continue;
       }
-      EXPECT_EQ(num_tiles(chunk.encode), chunk.columns[column].pieces.size());
+      EXPECT_EQ(num_tiles(chunk.encode), chunk.rails[rail].pieces.size());
       // What a rank sends its peer is what that expects.
-      for (const uint32_t peer : nodes_.peers(column)) {
+      for (const uint32_t peer : nodes_.peers(rail)) {
         const uint32_t to = nodes_.node_of(peer), from = nodes_.node_of(rank);
-        EXPECT_EQ(chunk.shards[to].owner_bytes, chunk.columns[column].owner_bytes[to]);
+        EXPECT_EQ(chunk.shards[to].owner_bytes, chunk.rails[rail].owner_bytes[to]);
         EXPECT_EQ(plans[peer].chunks[c].shards[to].worker_bytes, chunk.shards[to].worker_bytes)
             << from << " to " << to;
       }
@@ -139,16 +139,16 @@ TEST_P(Between, PiecesLieOneAfterTheOtherAndFitTheBuffers) {
     std::vector<uint8_t> covered(plan.num_elements);
     for (const ChunkPlan& chunk : plan.chunks) {
       uint64_t dense_bytes = 0;
-      for (const Column& column : chunk.columns) {
+      for (const Rail& rail : chunk.rails) {
         uint32_t next = 0;
-        for (const Piece& piece : column.pieces) {
+        for (const Piece& piece : rail.pieces) {
           ASSERT_EQ(piece.offset, next);
           next += (piece.num_elements + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
           for (uint32_t i = 0; i < piece.num_elements; ++i) {
             ++covered[piece.gradient_offset + i];
           }
         }
-        ASSERT_EQ(column.num_elements, next);
+        ASSERT_EQ(rail.num_elements, next);
         dense_bytes += kHeaderBytes + uint64_t{next} * item_bytes(chunk.dtype);
       }
       ASSERT_LE(dense_bytes, workspace.dense_send_bytes);

@@ -115,9 +115,9 @@ TEST(HugeParameter, PlanCutsMessagesThatFitAndDoNotOverlap) {
     for (uint32_t rank = 0; rank < kWorldSize; ++rank) {
       const Shard& shard = chunk.shards[rank];
       ASSERT_LE(shard.worker_bytes, kChunkBytes);
-      ASSERT_LE(kHeader + shard.owner_bytes, chunk.columns[0].gather_message_bytes);
+      ASSERT_LE(kHeader + shard.owner_bytes, chunk.rails[0].gather_message_bytes);
       send_next[rank] = send_start + kHeader;
-      receive_next[rank] = rank * chunk.columns[0].gather_message_bytes + kHeader;
+      receive_next[rank] = rank * chunk.rails[0].gather_message_bytes + kHeader;
       send_start += kHeader + shard.worker_bytes;
       payload_bytes += shard.worker_bytes;
     }

@@ -125,7 +125,7 @@ def test_hosts_with_different_numbers_of_ranks_send_what_their_ranks_must() -> N
 
 
 def test_siblings_send_only_to_their_peers() -> None:
-    # Four tiles, one for each rank: in two columns, from each node one tile to the other. A sibling
+    # Four tiles, one for each rank: in two rails, from each node one tile to the other. A sibling
     # gets two tiles of gradients, what was gathered of both nodes, and a commit.
     nodes = Nodes(((0, 1), (2, 3)))
     local = (HEADER + 2 * FULL_TILE) + (HEADER + 2 * (HEADER + FULL_TILE)) + COMMIT
@@ -133,7 +133,7 @@ def test_siblings_send_only_to_their_peers() -> None:
 
 
 def test_chunks_of_nodes_are_cut_by_what_siblings_send() -> None:
-    # 2 MB for a sibling are 128 full tiles of fp32 in a column, or 256 of 16 bits. The payload of a
+    # 2 MB for a sibling are 128 full tiles of fp32 in a rail, or 256 of 16 bits. The payload of a
     # chunk has room for more than 129 of sign1.
     sizes = [2 * 129 * 4096]
 

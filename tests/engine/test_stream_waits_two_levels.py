@@ -204,8 +204,8 @@ def case_one_at_a_time(scenario: Scenario, steps_before: int) -> dict[str, Any]:
 )
 def test_every_wait_is_needed(worlds: Worlds, nodes: str, kind: str) -> None:
     members = NODES[nodes]
-    columns = min(map(len, members))
-    leaders = {ranks[i] for ranks in members for i in range(columns)}
+    rails = min(map(len, members))
+    leaders = {ranks[i] for ranks in members for i in range(rails)}
     scenario = dataclasses.replace(
         Scenario(
             weights_of(len(leaders)),

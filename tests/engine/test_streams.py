@@ -187,7 +187,7 @@ def test_numbers_equal_the_reference_and_bytes_the_formula(
         assert (expected[0] == 0) == (nodes == "1x4")
 
 
-# A bucket of more chunks than are in flight, which have tiles of both columns, of one, or of none.
+# A bucket of more chunks than are in flight, which have tiles of both rails, of one, or of none.
 MANY_CHUNKS = dataclasses.replace(
     SCENARIO,
     weights=(Weight("first", (59, 4096)), Weight("bias", (4095,)), Weight("second", (3, 4096))),

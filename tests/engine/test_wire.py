@@ -25,7 +25,7 @@ WEIGHTS = (
 )
 # Maps of 9 parameters have 8 bytes per bucket, and 16 where all share one.
 NINE = (*WEIGHTS, *(Weight(f"small{i}", (9,)) for i in range(3)))
-# A column of two has more than a chunk's most bytes of gradient in the first.
+# A rail of two has more than a chunk's most bytes of gradient in the first.
 LARGE = (Weight("large", (1100, 1000)), *WEIGHTS)
 SCENARIO = Scenario(WEIGHTS, 3, steps=2, ddp={"bucket_cap_mb": 0.5})
 

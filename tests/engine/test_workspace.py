@@ -83,11 +83,11 @@ def test_less_memory_between_nodes_changes_no_result(
     nodes, world_size = NODES[of_nodes], scenario.world_size
     answers = worlds(world_size).run(case_train, scenario=scenario)
     assert_bit_equal(answers, scenario)
-    columns = min(map(len, nodes))
+    rails = min(map(len, nodes))
     assert (min(answer["workspace"]["slots"] for answer in answers) < 4) == (slots is None)
     for rank, answer in enumerate(answers):
         siblings = next(members for members in nodes if rank in members)
-        is_leader = siblings.index(rank) < columns
+        is_leader = siblings.index(rank) < rails
         planned, counted = answer["workspace"], answer["stats"]["workspace_bytes"]
         assert planned["slots"] == slots or slots is None
         shares = len(siblings) > 1

@@ -76,7 +76,7 @@ TEST_P(World, KeepsWithinTheLimitAndChunksWithinTheBuffers) {
         EXPECT_LE(shard.scatter_bytes, workspace.message_bytes);
       }
       EXPECT_LE(sent, workspace.send_bytes);
-      EXPECT_LE(chunk.columns[0].gather_message_bytes, workspace.message_bytes);
+      EXPECT_LE(chunk.rails[0].gather_message_bytes, workspace.message_bytes);
     }
   }
 }
@@ -140,11 +140,11 @@ TEST(Workspace, NodesOfAnySizeHaveFourChunksWithinTheLimit) {
                                          .dense_bytes = dense_bytes});
       for (const ChunkPlan& chunk : plan.chunks) {
         uint64_t sent = 0;
-        for (const Column& column : chunk.columns) {
-          const uint64_t message = kHeaderBytes + column.num_elements * sizeof(float);
+        for (const Rail& rail : chunk.rails) {
+          const uint64_t message = kHeaderBytes + rail.num_elements * sizeof(float);
           sent += message;
           EXPECT_LE(message * sizes[nodes.node_of(rank)], workspace.dense_send_bytes);
-          EXPECT_LE(column.gather_message_bytes, workspace.message_bytes);
+          EXPECT_LE(rail.gather_message_bytes, workspace.message_bytes);
         }
         EXPECT_LE(sent, workspace.dense_send_bytes);
         EXPECT_LE(chunk.forward_bytes * sizes[nodes.node_of(rank)], workspace.gathered_bytes);
@@ -195,7 +195,7 @@ TEST(Workspace, SiblingsPlanTheSameSharedMemory) {
         EXPECT_EQ(workspace.gathered_bytes, planned[0].gathered_bytes);
         EXPECT_EQ(workspace.dense_place_bytes, planned[0].dense_place_bytes);
         EXPECT_LE(workspace.bytes(), cap);
-        const uint64_t places = uint64_t{nodes.num_columns()} * (num_siblings - 1);
+        const uint64_t places = uint64_t{nodes.num_rails()} * (num_siblings - 1);
         EXPECT_LE(workspace.gathered_bytes + places * workspace.dense_place_bytes,
                   workspace.shared_bytes);
         const BucketPlan plan =
@@ -208,8 +208,8 @@ TEST(Workspace, SiblingsPlanTheSameSharedMemory) {
                        .dense_bytes = dense_bytes_within(cap, chunk_bytes, nodes)});
         for (const ChunkPlan& chunk : plan.chunks) {
           EXPECT_LE(uint64_t{chunk.forward_bytes} * num_siblings, workspace.gathered_bytes);
-          for (const Column& column : chunk.columns) {
-            EXPECT_LE(column.num_elements * sizeof(float), workspace.dense_place_bytes);
+          for (const Rail& rail : chunk.rails) {
+            EXPECT_LE(rail.num_elements * sizeof(float), workspace.dense_place_bytes);
           }
         }
       }

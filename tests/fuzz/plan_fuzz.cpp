@@ -145,8 +145,8 @@ void check_residuals(const Layout& layout) {
   ASSERT_LE(owner.end(), layout.owner_residual_elements());
 }
 
-// Every element is in one tile of decode, in one piece of one column, and, summed over owners, in
-// one of reduce; in that of its column it is in one of encode. In an all-gather it is in one of its
+// Every element is in one tile of decode, in one piece of one rail, and, summed over owners, in
+// one of reduce; in that of its rail it is in one of encode. In an all-gather it is in one of its
 // owner's encode alone.
 void check_elements(const World& world, const std::vector<Rank>& ranks) {
   const Nodes& nodes = ranks[0].layout.nodes();
@@ -155,17 +155,17 @@ void check_elements(const World& world, const std::vector<Rank>& ranks) {
   Ranges of_owners;
   for (uint32_t r = 0; r < ranks.size(); ++r) {
     Ranges encoded, decoded, pieces;
-    uint64_t in_column = 0, of_encode = 0;
+    uint64_t in_rail = 0, of_encode = 0;
     for (const ChunkPlan& chunk : ranks[r].plan.chunks) {
-      for (uint32_t column = 0; column < chunk.columns.size(); ++column) {
+      for (uint32_t rail = 0; rail < chunk.rails.size(); ++rail) {
         Ranges message;
-        for (const Piece& piece : chunk.columns[column].pieces) {
+        for (const Piece& piece : chunk.rails[rail].pieces) {
           pieces.add(piece.gradient_offset, piece.num_elements);
           message.add(piece.offset, piece.num_elements);
-          if (column == nodes.local_index(r)) in_column += piece.num_elements;
+          if (rail == nodes.local_index(r)) in_rail += piece.num_elements;
         }
         ASSERT_TRUE(message.disjoint());
-        ASSERT_LE(message.end(), chunk.columns[column].num_elements);
+        ASSERT_LE(message.end(), chunk.rails[rail].num_elements);
       }
       each_tile(chunk.encode, [&](const auto&, const Tile& tile, uint32_t) {
         of_encode += tile.num_elements;
@@ -182,7 +182,7 @@ void check_elements(const World& world, const std::vector<Rank>& ranks) {
     }
     ASSERT_TRUE(!nodes.is_flat() || encoded.cover(scatters(collective) ? n : 0));
     ASSERT_TRUE(nodes.is_flat() || pieces.cover(n));
-    ASSERT_TRUE(nodes.is_flat() || in_column == of_encode);
+    ASSERT_TRUE(nodes.is_flat() || in_rail == of_encode);
     ASSERT_TRUE(decoded.cover(gathers(collective) ? n : 0));
   }
   ASSERT_TRUE(of_owners.cover(n));
@@ -234,18 +234,17 @@ void check_gather(const World& world, const std::vector<Rank>& ranks, uint32_t r
                 message.add(offset, bytes_of(ranks[owner], tile, Stage::kOwner, world.options));
               });
     if (!nodes.is_leader(owner)) continue;
-    const Column& column = chunk.columns[nodes.local_index(owner)];
-    const uint32_t bytes = column.owner_bytes[nodes.node_of(owner)];
+    const Rail& rail = chunk.rails[nodes.local_index(owner)];
+    const uint32_t bytes = rail.owner_bytes[nodes.node_of(owner)];
     ASSERT_TRUE(message.cover(bytes));
-    ASSERT_LE(kHeaderBytes + bytes, column.gather_message_bytes);
+    ASSERT_LE(kHeaderBytes + bytes, rail.gather_message_bytes);
   }
   each_tile(chunk.decode, [&](const auto&, const Tile& tile, uint32_t owner) {
     ASSERT_EQ(ranks[r].layout.owner(tile.id), owner);
-    const uint64_t column = nodes.local_index(owner);
-    const uint64_t forwarded = nodes.is_flat() ? 0 : column * chunk.forward_bytes + kHeaderBytes;
+    const uint64_t rail = nodes.local_index(owner);
+    const uint64_t forwarded = nodes.is_flat() ? 0 : rail * chunk.forward_bytes + kHeaderBytes;
     ASSERT_EQ(tile.payload_offset,
-              forwarded +
-                  uint64_t{nodes.node_of(owner)} * chunk.columns[column].gather_message_bytes +
+              forwarded + uint64_t{nodes.node_of(owner)} * chunk.rails[rail].gather_message_bytes +
                   kHeaderBytes + sent[owner].at(tile.id));
   });
 }
@@ -267,13 +266,13 @@ void check_fits(const World& world, const Rank& rank, const Workspace& space) {
       ASSERT_LE(uint64_t{nodes.num_nodes()} * own.scatter_bytes, space.receive_bytes);
     }
     if (!gathers(world.limits.collective)) continue;
-    for (const Column& column : chunk.columns) {
-      ASSERT_LE(column.gather_message_bytes, space.message_bytes);
-      dense += kHeaderBytes + uint64_t{column.num_elements} * item_bytes(chunk.dtype);
+    for (const Rail& rail : chunk.rails) {
+      ASSERT_LE(rail.gather_message_bytes, space.message_bytes);
+      dense += kHeaderBytes + uint64_t{rail.num_elements} * item_bytes(chunk.dtype);
     }
     const uint64_t copies = nodes.is_flat() ? nodes.num_nodes() : space.num_siblings;
     const uint64_t each =
-        nodes.is_flat() ? chunk.columns[0].gather_message_bytes : chunk.forward_bytes;
+        nodes.is_flat() ? chunk.rails[0].gather_message_bytes : chunk.forward_bytes;
     ASSERT_LE(copies * each, space.gathered_bytes);
     if (!nodes.is_flat() && !world.limits.siblings_share) {
       ASSERT_LE(dense, space.dense_send_bytes);

@@ -71,7 +71,7 @@ TEST(ReduceScatter, OwnersAreThoseOfTheParametersWhateverTheirLoad) {
 }
 
 TEST(ReduceScatter, AnOwnerThatOwnsNothingIsRefused) {
-  const Nodes uneven({{0, 2}, {1}});  // rank 2 is beyond the columns
+  const Nodes uneven({{0, 2}, {1}});  // rank 2 is beyond the rails
   for (const Nodes& nodes : {Nodes::flat(2), uneven}) {
     try {
       const Layout layout({shard("weight", 2, 5, "q4")}, 0, nodes);
@@ -121,7 +121,7 @@ TEST(ReduceScatter, TilesAreSentOnceAndReducedIntoTheBucket) {
   EXPECT_GT(plan.chunks.size(), 2);
   for (const ChunkPlan& chunk : plan.chunks) {
     EXPECT_TRUE(chunk.decode.empty());
-    EXPECT_EQ(chunk.columns[0].gather_message_bytes, 0);
+    EXPECT_EQ(chunk.rails[0].gather_message_bytes, 0);
     uint32_t own_bytes = 0;
     for (const PlannedBatch& batch : chunk.encode) {
       for (size_t i = 0; i < batch.tiles.size(); ++i) {

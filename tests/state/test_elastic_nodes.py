@@ -87,7 +87,7 @@ def test_flat_exchange_saves_the_format_it_always_had(worlds: Worlds) -> None:
             assert ("nodes" in saved) == ("worker_tiles" in slot) == (expected == 3)
     assert saved["nodes"] == "[[0, 1], [2]]"
     assert len(slot["owner"]) > 0
-    # A rank beyond the columns sums nothing and owns nothing.
+    # A rank beyond the rails sums nothing and owns nothing.
     extra = answers[1]["saved"]["slot_1"]
     assert [len(extra[key]) for key in extra] == [0] * 4
 

@@ -111,7 +111,7 @@ class Nodes:
         return sum(self.ranks_per_node)
 
     @cached_property
-    def columns(self) -> tuple[tuple[int, ...], ...]:
+    def rails(self) -> tuple[tuple[int, ...], ...]:
         """For every index that a rank can have on every node, the ranks that have it, by node:
         those exchange what all nodes send.
         """

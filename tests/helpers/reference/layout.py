@@ -133,13 +133,13 @@ class Layout:
 
     def _place(self, nodes: Sequence[Sequence[int]]) -> None:
         self.nodes = nodes
-        self.column_of = {rank: column for ranks in nodes for column, rank in enumerate(ranks)}
-        leaders = sorted(rank for column in self.columns() for rank in column)
+        self.rail_of = {rank: rail for ranks in nodes for rail, rank in enumerate(ranks)}
+        leaders = sorted(rank for rail in self.rails() for rank in rail)
         self.owners = [leaders[i] for i in assign_owners(self._own_tiles, len(leaders))]
 
-    def columns(self) -> list[list[int]]:
-        """The ranks of every column."""
-        return [list(column) for column in zip(*self.nodes, strict=False)]
+    def rails(self) -> list[list[int]]:
+        """The ranks of every rail."""
+        return [list(rail) for rail in zip(*self.nodes, strict=False)]
 
     def on(self, nodes: Sequence[Sequence[int]]) -> Layout:
         """The same tiles, whose owners are ranks on these nodes."""
@@ -175,7 +175,7 @@ def assign_owners(tiles: Sequence[Tile], world_size: int) -> list[int]:
 
 
 def dense_bytes(nodes: Sequence[Sequence[int]], chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Most bytes of gradient of a column in a chunk."""
+    """Most bytes of gradient of a rail in a chunk."""
     siblings = max(map(len, nodes))
     messages = (2 + siblings) * len(nodes) * (HEADER_BYTES + chunk_bytes)
     left = (CAP_BYTES // 8 * 7 // 4 - messages) // (2 * siblings + 1) - 2 * HEADER_BYTES
@@ -192,7 +192,7 @@ def cut_chunks(layout: Layout, bucket: Sequence[int], chunk_bytes: int) -> list[
         rank, more = layout.owners[index], _sizes(layout, [index])
         worker, owner, dense = (a + b for a, b in zip(sizes, more, strict=True))
         full = max(worker[rank], owner[rank]) > chunk_bytes
-        full = full or (not is_flat and dense[layout.column_of[rank]] > most_dense)
+        full = full or (not is_flat and dense[layout.rail_of[rank]] > most_dense)
         if not chunks or full:
             chunks.append([])
             worker, owner, dense = more
@@ -201,7 +201,7 @@ def cut_chunks(layout: Layout, bucket: Sequence[int], chunk_bytes: int) -> list[
     return chunks
 
 
-Sizes = tuple[Counter[int], Counter[int], Counter[int]]  # worker, owner by rank; dense by column
+Sizes = tuple[Counter[int], Counter[int], Counter[int]]  # worker, owner by rank; dense by rail
 
 
 def _sizes(layout: Layout, tiles: Sequence[int]) -> Sizes:
@@ -215,7 +215,7 @@ def _sizes(layout: Layout, tiles: Sequence[int]) -> Sizes:
         worker[rank] += tile.worker_bytes
         owner[rank] += tile.owner_bytes
         pieces = -(-tile.num_elements // PIECE_ELEMENTS)
-        dense[layout.column_of[rank]] += pieces * PIECE_ELEMENTS * item
+        dense[layout.rail_of[rank]] += pieces * PIECE_ELEMENTS * item
     return worker, owner, dense
 
 
@@ -234,20 +234,20 @@ def sent_per_step(
     """
     sent = [0] * layout.world_size
     siblings = next([r for r in ranks if r != rank] for ranks in layout.nodes if rank in ranks)
-    column = next((ranks for ranks in layout.columns() if rank in ranks), [])
+    rail = next((ranks for ranks in layout.rails() if rank in ranks), [])
     for bucket in buckets:
         chunks = cut_chunks(layout, bucket, chunk_bytes)
         for worker, owner, dense in (_sizes(layout, chunk) for chunk in chunks):
-            most = max((worker[peer] for peer in column), default=0)
-            usual = sum(HEADER_BYTES + worker[peer] for peer in column)
-            padding = len(column) * (HEADER_BYTES + most) - usual
+            most = max((worker[peer] for peer in rail), default=0)
+            usual = sum(HEADER_BYTES + worker[peer] for peer in rail)
+            padding = len(rail) * (HEADER_BYTES + most) - usual
             is_padded = equal_scatter and most <= chunk_bytes and 32 * padding <= usual
-            for peer in column:
+            for peer in rail:
                 sent[peer] += HEADER_BYTES + (most if is_padded else worker[peer])
-                sent[peer] += HEADER_BYTES + max(owner[r] for r in column)
+                sent[peer] += HEADER_BYTES + max(owner[r] for r in rail)
             for sibling in siblings:
                 forwarded = len(layout.nodes) * (HEADER_BYTES + max(owner.values()))
-                sent[sibling] += HEADER_BYTES + dense[layout.column_of[sibling]]
+                sent[sibling] += HEADER_BYTES + dense[layout.rail_of[sibling]]
                 sent[sibling] += HEADER_BYTES + forwarded
         if chunks and commits is None:
             maps = -(-len(bucket) // 8) * 8 if find_unused_parameters else 0

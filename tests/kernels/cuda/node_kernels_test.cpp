@@ -23,7 +23,7 @@ Envelope local_envelope(uint32_t rank) {
   return envelope;
 }
 
-// Ranks 4, 5 and 6 share a node; this one is `own`, whose column has the tiles of `sizes`. Its
+// Ranks 4, 5 and 6 share a node; this one is `own`, whose rail has the tiles of `sizes`. Its
 // bucket holds them with gaps, so that they begin wherever an item may.
 struct Node {
   Node(ScalarType type, const std::vector<uint32_t>& sizes, Input input)
@@ -154,7 +154,7 @@ TEST_P(Nodes, PackMovesEveryBitAndWritesHeaders) {
   }
 }
 
-TEST_P(Nodes, AnEmptyColumnIsHeadersAlone) {
+TEST_P(Nodes, AnEmptyRailIsHeadersAlone) {
   Node node(ScalarType::kFloat32, {}, Input::kGaussian);
   node.exchange();
   node.add(0.5);

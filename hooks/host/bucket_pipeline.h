@@ -16,7 +16,7 @@
 // one.
 //
 // Owns the slots: the thread on which DDP calls the hook takes one, fills it, posts it, and passes
-// the chunk to the finisher.
+// the chunk to the pipeline.
 #pragma once
 
 #include <array>
@@ -38,7 +38,7 @@
 
 namespace gradferry {
 
-// Commits in flight: the finisher waits for one only if it has nothing else to do, or all are in
+// Commits in flight: the pipeline waits for one only if it has nothing else to do, or all are in
 // use.
 inline constexpr size_t kCommitSlots = 8;
 
@@ -46,13 +46,13 @@ inline constexpr size_t kCommitSlots = 8;
 // Throws what the engine would.
 uint64_t shared_memory_bytes(const EngineOptions& options);
 
-class Finisher {
+class BucketPipeline {
  public:
   // Allocates the workspace and adds it to the stats. `memory`: what this rank shares with its
-  // siblings, or null. All other arguments outlive the finisher.
-  Finisher(const EngineOptions& options, const Layout& layout, HostResiduals& residuals,
-           const ResidualSample& sample, Exchange& exchange, SharedMemory* memory, EventLog& log,
-           EngineLife& life);
+  // siblings, or null. All other arguments outlive the pipeline.
+  BucketPipeline(const EngineOptions& options, const Layout& layout, HostResiduals& residuals,
+                 const ResidualSample& sample, Exchange& exchange, SharedMemory* memory,
+                 EventLog& log, EngineLife& life);
 
   // For the thread on which DDP calls the hook. take_slot() blocks while all slots are in use. Both
   // throw the engine's error after it has failed.

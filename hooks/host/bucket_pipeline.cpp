@@ -1,4 +1,4 @@
-#include "host/finisher.h"
+#include "host/bucket_pipeline.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -47,9 +47,10 @@ uint64_t shared_memory_bytes(const EngineOptions& options) {
   return workspace.slots * workspace.shared_bytes;
 }
 
-Finisher::Finisher(const EngineOptions& options, const Layout& layout, HostResiduals& residuals,
-                   const ResidualSample& sample, Exchange& exchange, SharedMemory* memory,
-                   EventLog& log, EngineLife& life)
+BucketPipeline::BucketPipeline(const EngineOptions& options, const Layout& layout,
+                               HostResiduals& residuals, const ResidualSample& sample,
+                               Exchange& exchange, SharedMemory* memory, EventLog& log,
+                               EngineLife& life)
     : options_(options),
       layout_(layout),
       residuals_(residuals),
@@ -79,7 +80,7 @@ Finisher::Finisher(const EngineOptions& options, const Layout& layout, HostResid
 
 // --- the thread that DDP calls from ---
 
-Slot* Finisher::take_slot() {
+Slot* BucketPipeline::take_slot() {
   std::unique_lock lock(life_.mutex);
   life_.changed.wait(lock, [&] { return !free_slots_.empty() || life_.death; });
   if (life_.death) throw Error(*life_.death);
@@ -92,7 +93,7 @@ Slot* Finisher::take_slot() {
   return slot;
 }
 
-void Finisher::hand_in(std::unique_ptr<ChunkJob> job) {
+void BucketPipeline::hand_in(std::unique_ptr<ChunkJob> job) {
   const std::lock_guard lock(life_.mutex);
   if (life_.death) throw Error(*life_.death);
   queue_.push_back(std::move(job));
@@ -101,7 +102,7 @@ void Finisher::hand_in(std::unique_ptr<ChunkJob> job) {
 
 // --- the finishing thread ---
 
-bool Finisher::work() {
+bool BucketPipeline::work() {
   std::optional<Error> error;
   try {
     while (do_oldest()) {
@@ -116,7 +117,7 @@ bool Finisher::work() {
 }
 
 // False when told to stop with nothing in flight.
-bool Finisher::do_oldest() {
+bool BucketPipeline::do_oldest() {
   if (commits_.size() == commit_slots_.size()) finish_commit();
   if (!take_handed_in()) return false;
   if (const auto stage = next_stage()) {
@@ -128,12 +129,12 @@ bool Finisher::do_oldest() {
   return true;
 }
 
-bool Finisher::is_idle() const {
+bool BucketPipeline::is_idle() const {
   return commits_.empty() && std::ranges::all_of(waiting_, &Chunks::empty);
 }
 
 // Waits only if there is nothing else to do.
-bool Finisher::take_handed_in() {
+bool BucketPipeline::take_handed_in() {
   std::unique_lock lock(life_.mutex);
   if (is_idle()) {
     life_.changed.wait(
@@ -150,7 +151,7 @@ bool Finisher::take_handed_in() {
   return true;
 }
 
-std::optional<size_t> Finisher::next_stage() const {
+std::optional<size_t> BucketPipeline::next_stage() const {
   if (layout_.nodes().is_flat()) return next_stage_of_peers();
   std::optional<size_t> oldest;
   for (size_t stage = kStages; stage-- > 0;) {
@@ -161,7 +162,7 @@ std::optional<size_t> Finisher::next_stage() const {
   return oldest;
 }
 
-std::optional<size_t> Finisher::next_stage_of_peers() const {
+std::optional<size_t> BucketPipeline::next_stage_of_peers() const {
   // With two, one travels while the other is decoded. With as many as slots, those that have come
   // would wait undecoded for the next scatter, which needs their slots.
   const size_t most_gathers = std::max<size_t>(slots_.size() / 2, 2);
@@ -172,7 +173,7 @@ std::optional<size_t> Finisher::next_stage_of_peers() const {
 }
 
 // The job stays where it waits until it is done, so that an exception finds its bucket there.
-void Finisher::advance(size_t stage) {
+void BucketPipeline::advance(size_t stage) {
   ChunkJob& job = *waiting_[stage].front();
   const ProfilerContext::Guard profiled(job.bucket->profiler);
   const Nodes& nodes = layout_.nodes();
@@ -197,11 +198,11 @@ void Finisher::advance(size_t stage) {
   waiting_[stage].pop_front();
 }
 
-Fault Finisher::local_fault(const ChunkJob& job, Phase phase) const {
+Fault BucketPipeline::local_fault(const ChunkJob& job, Phase phase) const {
   return {WireStatus::kLocalFailure, phase, options_.rank, job.chunk.number, 0, 0};
 }
 
-ChunkCodecs::Work Finisher::work_of(const ChunkJob& job) const {
+ChunkCodecs::Work BucketPipeline::work_of(const ChunkJob& job) const {
   const BucketJob& bucket = *job.bucket;
   void* gradient = bucket.gradient.mutable_data_ptr();
   const void* summed = layout_.nodes().is_flat() ? gradient : job.chunk.slot->sum.const_data_ptr();
@@ -209,7 +210,7 @@ ChunkCodecs::Work Finisher::work_of(const ChunkJob& job) const {
 }
 
 // The peers get messages of the right size whatever happens here; the commit tells them why.
-void Finisher::send_to_peers(ChunkJob& job, ChunkCodecs& codecs, WireStatus status) {
+void BucketPipeline::send_to_peers(ChunkJob& job, ChunkCodecs& codecs, WireStatus status) {
   const ChunkPlan& plan = *job.chunk.plan;
   BucketJob& bucket = *job.bucket;
   std::vector<uint64_t> checksums(plan.shards.size(), 0);
@@ -232,7 +233,7 @@ void Finisher::send_to_peers(ChunkJob& job, ChunkCodecs& codecs, WireStatus stat
   bucket.event.worker += withheld;
 }
 
-void Finisher::send_to_all(ChunkJob& job, ChunkCodecs& codecs) {
+void BucketPipeline::send_to_all(ChunkJob& job, ChunkCodecs& codecs) {
   WireStatus status = WireStatus::kOk;
   std::vector<uint64_t> checksums(1, 0);
   int64_t encode_ns = 0;
@@ -248,14 +249,14 @@ void Finisher::send_to_all(ChunkJob& job, ChunkCodecs& codecs) {
   job.bucket->event.encode_ns += encode_ns;
 }
 
-void Finisher::note_encode_error(ChunkJob& job, Phase phase) const {
+void BucketPipeline::note_encode_error(ChunkJob& job, Phase phase) const {
   if (job.encode_error.empty()) return;
   note(job.bucket->fault, local_fault(job, phase));
   job.bucket->local_error = job.encode_error;
 }
 
-// Adds up the node's gradients. A rank beyond the columns only hears how its siblings are.
-void Finisher::sum(ChunkJob& job) {
+// Adds up the node's gradients. A rank beyond the rails only hears how its siblings are.
+void BucketPipeline::sum(ChunkJob& job) {
   BucketJob& bucket = *job.bucket;
   {
     const TimedRange timed("gradferry::network", bucket.event.network_ns);
@@ -276,8 +277,8 @@ void Finisher::sum(ChunkJob& job) {
     }
     // The mean of nodes' sums times this is the mean of ranks.
     const double scale = static_cast<double>(nodes.num_nodes()) / nodes.world_size();
-    sum_column(*job.chunk.plan, own, gradients, bucket.gradient.const_data_ptr(), scale,
-               job.chunk.slot->sum.mutable_data_ptr());
+    sum_rail(*job.chunk.plan, own, gradients, bucket.gradient.const_data_ptr(), scale,
+             job.chunk.slot->sum.mutable_data_ptr());
   }
   {
     const std::lock_guard lock(life_.mutex);  // run() may be at the bucket's next chunk
@@ -288,7 +289,7 @@ void Finisher::sum(ChunkJob& job) {
 
 // The owner's message is sent even after an error here, with its status: the others wait for it. In
 // a reduce-scatter there is none, and only the commit tells them.
-void Finisher::reduce(ChunkJob& job) {
+void BucketPipeline::reduce(ChunkJob& job) {
   BucketJob& bucket = *job.bucket;
   const Fault local = local_fault(job, Phase::kScatter);
   note_encode_error(job, Phase::kScatter);
@@ -313,7 +314,7 @@ void Finisher::reduce(ChunkJob& job) {
   }
 }
 
-void Finisher::forward(ChunkJob& job) {
+void BucketPipeline::forward(ChunkJob& job) {
   {
     const TimedRange timed("gradferry::network", job.bucket->event.network_ns);
     note(job.bucket->fault, exchange_.wait_gather(job.chunk));
@@ -322,7 +323,7 @@ void Finisher::forward(ChunkJob& job) {
 }
 
 // Returns the checksum of the payload for all ranks.
-uint64_t Finisher::reduce_payloads(const ChunkJob& job) {
+uint64_t BucketPipeline::reduce_payloads(const ChunkJob& job) {
   std::vector<const std::byte*> payloads;
   const Nodes& nodes = layout_.nodes();
   for (uint32_t node = 0; node < nodes.num_nodes(); ++node) {
@@ -347,7 +348,7 @@ uint64_t Finisher::reduce_payloads(const ChunkJob& job) {
   return reduced.checksum;
 }
 
-void Finisher::decode(ChunkJob& job) {
+void BucketPipeline::decode(ChunkJob& job) {
   BucketJob& bucket = *job.bucket;
   if (!scatters(options_.collective)) note_encode_error(job, Phase::kGather);
   {
@@ -369,13 +370,13 @@ void Finisher::decode(ChunkJob& job) {
   free_slot(job);
 }
 
-void Finisher::free_slot(const ChunkJob& job) {
+void BucketPipeline::free_slot(const ChunkJob& job) {
   const std::lock_guard lock(life_.mutex);
   free_slots_.push_back(job.chunk.slot);
   life_.changed.notify_all();
 }
 
-void Finisher::decode_messages(const ChunkJob& job) {
+void BucketPipeline::decode_messages(const ChunkJob& job) {
   const Slot& slot = *job.chunk.slot;
   const ChunkCodecs::Decoded decoded =
       codecs_.decode(work_of(job), bytes(job.chunk.gathered),
@@ -396,7 +397,7 @@ void Finisher::decode_messages(const ChunkJob& job) {
 
 // A bucket is complete only when the commits of all ranks report no fault: until then a single rank
 // may have seen one.
-void Finisher::post_commit(std::shared_ptr<BucketJob> bucket) {
+void BucketPipeline::post_commit(std::shared_ptr<BucketJob> bucket) {
   const at::Tensor& slot = commit_slots_[bucket->event.bucket % commit_slots_.size()];
   const auto size = static_cast<int64_t>(commit_bytes(bucket->used.size()));
   Commit& commit = commits_.emplace_back(
@@ -406,7 +407,7 @@ void Finisher::post_commit(std::shared_ptr<BucketJob> bucket) {
                                       job.used, job.loss_scale);
 }
 
-void Finisher::finish_commit() {
+void BucketPipeline::finish_commit() {
   Commit& commit = commits_.front();
   BucketJob& bucket = *commit.bucket;
   {
@@ -437,7 +438,7 @@ void Finisher::finish_commit() {
 }
 
 // Restores parameters that no rank used; their non-finite values do not count as an error.
-void Finisher::put_back_unused(const Commit& commit) const {
+void BucketPipeline::put_back_unused(const Commit& commit) const {
   BucketJob& bucket = *commit.bucket;
   const UsedMap used =
       read_used(bytes(commit.records), options_.world_size, bucket.plan->parameters.size());
@@ -453,7 +454,7 @@ void Finisher::put_back_unused(const Commit& commit) const {
 }
 
 // Counts before it completes the Future: a thread that waits for it may ask for the state at once.
-void Finisher::complete(BucketJob& bucket) {
+void BucketPipeline::complete(BucketJob& bucket) {
   if (bucket.future) bucket.event.complete_ns = EventLog::now();
   log_.add(bucket.event);
   {
@@ -469,7 +470,7 @@ void Finisher::complete(BucketJob& bucket) {
 
 // Completes the bucket of an all-gather as soon as its commit was posted. Not within advance(),
 // where the thread still holds the profiler's state.
-void Finisher::deliver_early() {
+void BucketPipeline::deliver_early() {
   if (commits_.empty()) return;
   BucketJob& bucket = *commits_.back().bucket;
   if (!bucket.future || bucket.fault) return;
@@ -477,11 +478,64 @@ void Finisher::deliver_early() {
   deliver(bucket);
 }
 
-void Finisher::deliver(BucketJob& bucket) {
+void BucketPipeline::deliver(BucketJob& bucket) {
   bucket.gradient.reset();
   bucket.profiler.clear();
   bucket.future->markCompleted(std::move(bucket.value));
   bucket.future.reset();
+}
+
+// --- failure: with which error, and what becomes of the buckets in flight ---
+
+// A rank that has read the commit of a bucket, with an error, posts no later bucket. This rank may
+// have waited for one, and only heard that the other rank failed; the same commit is here, too.
+Error BucketPipeline::cause_of(Error error) {
+  try {
+    while (error.kind() == ErrorKind::kPeer && !commits_.empty() &&
+           exchange_.has_come(commits_.front().work)) {
+      finish_commit();
+    }
+  } catch (...) {
+    return describe_failure(std::current_exception(), options_.world_rank());
+  }
+  return error;
+}
+
+// Takes the buckets of everything in flight, in order of their numbers. With life_.mutex held.
+std::vector<std::shared_ptr<BucketJob>> BucketPipeline::take_all_buckets() {
+  std::vector<std::shared_ptr<BucketJob>> buckets;
+  for (const Chunks& chunks : waiting_) {
+    for (const auto& job : chunks) buckets.push_back(job->bucket);
+  }
+  for (const auto& commit : commits_) buckets.push_back(commit.bucket);
+  for (const auto& job : queue_) buckets.push_back(job->bucket);
+  queue_.clear();
+  const auto number = [](const auto& bucket) { return bucket->event.bucket; };
+  std::ranges::sort(buckets, {}, number);
+  const auto repeated = std::ranges::unique(buckets, {}, number);
+  buckets.erase(repeated.begin(), repeated.end());
+  return buckets;
+}
+
+void BucketPipeline::fail_all(const Error& error) {
+  std::vector<std::shared_ptr<BucketJob>> failed;
+  {
+    const std::lock_guard lock(life_.mutex);
+    failed = take_all_buckets();
+    for (const auto& bucket : failed) log_.add(bucket->event);
+    if (!life_.death) life_.death = finished(error, log_, options_);
+    life_.stats.in_flight = 0;
+    life_.changed.notify_all();
+  }
+  for (Chunks& chunks : waiting_) chunks.clear();
+  commits_.clear();
+  options_.peers->tell(life_.death->what(), life_.death->kind());
+  const std::exception_ptr exception = options_.make_exception(*life_.death);
+  for (const auto& bucket : failed) {
+    bucket->profiler.clear();
+    if (bucket->future) bucket->future->setErrorIfNeeded(exception);
+    bucket->future.reset();
+  }
 }
 
 }  // namespace gradferry
