@@ -45,8 +45,8 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     scaler = torch.amp.GradScaler("cpu", growth_interval=100)
     ddp = DistributedDataParallel(model)
-    # The residuals follow the scale; a step that the scaler skips takes nothing with it.
-    state = gradferry.attach(ddp, "q4", grad_scaler=scaler, exact_skip=True)
+    # The residuals follow the scale.
+    state = gradferry.attach(ddp, "q4", grad_scaler=scaler)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
 
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}

@@ -65,9 +65,6 @@ EngineOptions possible(EngineOptions options) {
   refuse(options.momentum != 0,
          "momentum mode, which needs means on every rank; leave out momentum=" +
              std::to_string(options.momentum));
-  refuse(options.exact_skip,
-         "exact_skip, as only its owner knows that a mean is not finite; leave out "
-         "exact_skip=True");
   refuse(options.find_unused_parameters,
          "find_unused_parameters; hand over zeros for parameters without a gradient");
   refuse(!options.nodes.is_flat(), "sums within nodes of several ranks; use nodes='flat'");
@@ -86,8 +83,7 @@ BucketEngine::BucketEngine(EngineOptions options, ParameterHashes hashes, c10::D
       layout_(options_.parameters, options_.rank, options_.nodes),
       hashes_(std::move(hashes)),
       process_id_(getpid()),
-      steps_(layout_.parameters().size()),
-      optimizer_steps_(options_.loss_scale) {}
+      steps_(layout_.parameters().size()) {}
 
 // --- a bucket ---
 
@@ -127,16 +123,12 @@ BucketEngine::Bucket BucketEngine::accept(const std::vector<uint32_t>& parameter
                                           const at::Tensor& gradient, FuturePtr future,
                                           c10::IValue value) {
   const int64_t begin_ns = EventLog::now();
-  bool begins_step = false, begins_optimizer_step = false, begins_momentum = false;
-  bool begins_check = false;
+  bool begins_step = false, begins_momentum = false, begins_check = false;
   uint64_t step = 0;
   {
     const std::lock_guard lock(life_.mutex);
     begins_step = steps_.add(parameters);
     step = steps_.step();
-    if (begins_step && options_.exact_skip) {
-      begins_optimizer_step = optimizer_steps_.begin_pass(hashes_);
-    }
     if (begins_step) {
       begins_momentum = turn_to_momentum(step);
       // One that was due in a step of which no bucket came here is made up for.
@@ -157,7 +149,6 @@ BucketEngine::Bucket BucketEngine::accept(const std::vector<uint32_t>& parameter
           .value = std::move(value),
           .step = step,
           .begins_step = begins_step,
-          .begins_optimizer_step = begins_optimizer_step,
           .begins_momentum = begins_momentum,
           .begins_check = begins_check,
           .event = {.step = step,
@@ -341,34 +332,6 @@ void BucketEngine::load_state(const EngineState& state) {
   steps_.resume(state.steps);
   momentum_began_ = state.steps >= options_.warmup_steps;
   checks_begun_ = options_.checks_due(state.steps == 0 ? 0 : state.steps - 1);
-  optimizer_steps_.reset();
-}
-
-void BucketEngine::skip_step() {
-  const std::lock_guard lock(life_.mutex);
-  expect_between_steps("skip a step");
-  GRADFERRY_EXPECTS(options_.exact_skip, kState,
-                    "a step can be skipped without loss only with exact_skip=True");
-  if (!steps_.began() || !options_.touches_residuals(steps_.step())) return;
-  optimizer_steps_.expect_can_skip();
-  take_back_step();
-  optimizer_steps_.reset();
-}
-
-bool BucketEngine::begins_optimizer_step() const {
-  const std::lock_guard lock(life_.mutex);
-  return !options_.exact_skip || optimizer_steps_.begins_step(hashes_);
-}
-
-void BucketEngine::take_place_of(const BucketEngine& before) {
-  const std::scoped_lock lock(life_.mutex, before.life_.mutex);
-  optimizer_steps_ = before.optimizer_steps_;
-}
-
-void BucketEngine::end_optimizer_step(bool applied) {
-  const std::lock_guard lock(life_.mutex);
-  optimizer_steps_.end(applied);
-  if (applied) keep_step();
 }
 
 void BucketEngine::add_to_worker_residual(uint32_t parameter, const at::Tensor& values,

@@ -52,7 +52,6 @@
 #include "engine_options.h"
 #include "events.h"
 #include "gradferry/error.h"
-#include "optimizer_steps.h"
 #include "parameter_hashes.h"
 #include "protocol/layout.h"
 #include "protocol/plan.h"
@@ -138,10 +137,6 @@ class BucketEngine {
   // is overwritten and returned.
   EngineState state(const SavedResiduals& kept = {});
   void load_state(const EngineState& state);
-  // The result of the last optimizer step will not be used: restores the residuals from before it.
-  // Needs exact_skip, and that no optimizer has applied that step and its passes are known
-  // (optimizer_steps.h).
-  void skip_step();
   // worker residual of a parameter += factor * values. `values` (flat, on the engine's device) are
   // in memory order and not multiplied by a loss scale.
   void add_to_worker_residual(uint32_t parameter, const at::Tensor& values, float factor);
@@ -151,16 +146,6 @@ class BucketEngine {
   // thread that calls run().
   void compare(const std::vector<at::Tensor>& parameters) { hashes_ = ParameterHashes(parameters); }
 
-  // Whether the pass that begins now begins an optimizer step. True without exact_skip, for which
-  // alone it matters. On the thread that calls run(), before its first bucket.
-  bool begins_optimizer_step() const;
-  // Knows the optimizer's steps as `before` did, whose place this engine takes at the beginning of
-  // a pass.
-  void take_place_of(const BucketEngine& before);
-  // The passes so far are an optimizer step that has ended. `applied`: an optimizer has used their
-  // gradients, so that residuals will not go back behind them.
-  void end_optimizer_step(bool applied);
-
  protected:
   // A bucket to exchange.
   struct Bucket {
@@ -169,11 +154,10 @@ class BucketEngine {
     at::Tensor gradient;
     FuturePtr future;
     c10::IValue value;
-    uint64_t step = 0;                   // counted from 0
-    bool begins_step = false;            // the first of its pass that does not pass through
-    bool begins_optimizer_step = false;  // with exact_skip: the engine copies residuals here
-    bool begins_momentum = false;        // begin_momentum() must come first
-    bool begins_check = false;           // of parameters, as check_every says
+    uint64_t step = 0;             // counted from 0
+    bool begins_step = false;      // the first of its pass that does not pass through
+    bool begins_momentum = false;  // begin_momentum() must come first
+    bool begins_check = false;     // of parameters, as check_every says
     BucketEvent event = {};
   };
 
@@ -196,15 +180,11 @@ class BucketEngine {
   // Allocates memory for residuals, if there is none yet.
   virtual void make_residuals() = 0;
   virtual void load_residuals(const SavedResiduals& saved) = 0;
-  // Restores the residuals from before the last optimizer step.
-  virtual void take_back_step() = 0;
-  // The last optimizer step will not be taken back, even if a result of it was not finite.
-  virtual void keep_step() = 0;
   // worker residual [offset ..] += factor * values
   virtual void change_worker_residual(uint64_t offset, const at::Tensor& values, float factor) = 0;
   virtual void multiply_residuals(float factor) = 0;
-  // Multiplies the residuals of every parameter by its alpha, copies of them, too: what the warm-up
-  // has withheld of gradients becomes a part of the momentum, which delivers it once in sum.
+  // Multiplies the residuals of every parameter by its alpha: what the warm-up has withheld of
+  // gradients becomes a part of the momentum, which delivers it once in sum.
   virtual void begin_momentum() = 0;
   // By parameter: the gradient's share of what a step with momentum encodes.
   std::vector<float> alphas() const;
@@ -242,7 +222,6 @@ class BucketEngine {
   StepCounter steps_;                                                 // under life_.mutex
   uint64_t checks_begun_ = 0;                                         // under life_.mutex
   bool momentum_began_ = false;  // begin_momentum() was called, or a state is from later
-  OptimizerSteps optimizer_steps_;
 };
 
 }  // namespace gradferry

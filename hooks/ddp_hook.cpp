@@ -81,8 +81,8 @@ bool BucketHook::admit(const c10d::GradBucket& bucket) {
   if (engine_ == nullptr) return false;
   if (engine_->needs_every_bucket()) {
     fail(
-        "a sparse gradient came, which momentum= and exact_skip= cannot handle; build the "
-        "embedding with sparse=False, or attach without them");
+        "a sparse gradient came, which momentum= cannot handle; build the embedding with "
+        "sparse=False, or attach without momentum");
   }
   engine_->pass(indices_of(bucket));
   return false;

@@ -37,7 +37,6 @@ struct EngineOptions {
   bool compressed_warmup = false;  // some warm-up codec is lossy; if not, they touch no residual
   double momentum = 0;             // if not 0, every parameter has a worker residual
   bool raise_nonfinite = false;    // a decoded NaN or infinity is an error; else all receive it
-  bool exact_skip = false;         // a step with a NaN or infinity leaves the residuals unchanged
   at::Tensor loss_scale{};   // one fp32 that a GradScaler writes after every step; undefined: 1
   uint64_t check_every = 0;  // steps between comparisons of all ranks' parameters; 0: none
   uint32_t chunk_bytes = kChunkBytes;  // as in PlanOptions
@@ -71,7 +70,7 @@ struct EngineOptions {
   float beta(const ResolvedCodec& codec, uint64_t step) const {
     return in_warmup(step) ? 0.0F : static_cast<float>(momentum_behind(codec, momentum));
   }
-  bool needs_every_bucket() const { return momentum != 0 || exact_skip; }
+  bool needs_every_bucket() const { return momentum != 0; }
   // How buckets are cut.
   PlanOptions planning(CodecChoice codecs, bool residuals) const {
     return {.rank = rank,

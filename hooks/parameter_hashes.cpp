@@ -52,12 +52,4 @@ std::vector<uint64_t> ParameterHashes::compute() const {
   return hashes;
 }
 
-uint64_t ParameterHashes::writes() const {
-  uint64_t writes = 0;
-  for (const auto& weak : parameters_) {
-    if (const auto locked = weak.lock()) writes += locked->version_counter().current_version();
-  }
-  return writes;
-}
-
 }  // namespace gradferry

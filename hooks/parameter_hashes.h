@@ -25,9 +25,6 @@ class ParameterHashes {
   // it waits for the current stream and hashes the state after it: on the host, since the check is
   // rare, the step needs its result, and all devices so have one hash function.
   std::vector<uint64_t> compute() const;
-  // A number that changes when torch writes to a parameter in place. Misses some fused kernels and
-  // writes through .data.
-  uint64_t writes() const;
 
  private:
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> parameters_;

@@ -33,7 +33,7 @@ DeviceContext::DeviceContext(const EngineOptions& of, const Layout& its_layout,
 
 void DeviceContext::make_residuals() {
   const c10::StreamGuard guard(finish_stream);
-  residuals.emplace(layout, options.exact_skip, device);
+  residuals.emplace(layout, device);
   for (const at::Tensor& tensor : residuals->tensors()) use_on_both_streams(tensor);
   findings = make_tensor(sizeof(Findings));
   life.stats.residual_bytes = residuals->num_bytes();

@@ -31,7 +31,6 @@ struct DeviceJob {
   c10::Event ready;  // recorded after the gradient was written
   uint64_t step;
   bool begins_step;
-  bool begins_optimizer_step;
   bool begins_momentum;
   bool begins_check;
   bool is_kept;  // answered from what was gathered before
@@ -63,11 +62,6 @@ struct DeviceContext {
 
   Findings* findings_on_device() const {
     return static_cast<Findings*>(findings.mutable_data_ptr());
-  }
-  // Where kernels note that a result of the step is not finite; null without exact_skip and in
-  // steps that touch no residual.
-  uint32_t* step_nonfinite(uint64_t step) const {
-    return options.touches_residuals(step) ? residuals->step_nonfinite() : nullptr;
   }
 
   const EngineOptions& options;

@@ -130,7 +130,6 @@ DeviceJob DeviceEngine::make_job(Bucket bucket) {
           .ready = std::move(ready),
           .step = bucket.step,
           .begins_step = bucket.begins_step,
-          .begins_optimizer_step = bucket.begins_optimizer_step,
           .begins_momentum = bucket.begins_momentum,
           .begins_check = bucket.begins_check,
           .is_kept = false,
@@ -238,10 +237,8 @@ void DeviceEngine::begin_step(const DeviceJob& job) {
     const c10::StreamGuard guard(context_.encode_stream);
     context_.residuals->scale_by_parameter(layout_, alphas());
   }
-  if (job.begins_optimizer_step) context_.residuals->begin_step(context_.encode_stream);
   if (!options_.touches_residuals(job.step)) return;
-  context_.residuals->begin_pass(options_.loss_scale, job.begins_optimizer_step,
-                                 context_.encode_stream);
+  context_.residuals->begin_pass(options_.loss_scale, context_.encode_stream);
 }
 
 // Nothing is sent.
@@ -293,7 +290,6 @@ SavedResiduals DeviceEngine::save_residuals(const SavedResiduals& kept) {
   }
   DeviceResiduals& residuals = *context_.residuals;
   const c10::StreamGuard guard = behind_all();
-  residuals.settle(context_.finish_stream);
   if (commits_) commits_->expect_no_fault();
   return {copy_residual(residuals.worker_tensor(), kept.worker),
           copy_residual(residuals.owner_tensor(), kept.owner), residuals.loss_scale()};
@@ -312,21 +308,9 @@ void DeviceEngine::load_residuals(const SavedResiduals& saved) {
   if (commits_) commits_->forget();
 }
 
-void DeviceEngine::take_back_step() {
-  if (!context_.residuals) return;
-  const c10::StreamGuard guard = behind_all();
-  context_.residuals->skip(context_.finish_stream);
-  context_.finish_stream.synchronize();
-}
-
-void DeviceEngine::keep_step() {
-  if (context_.residuals) context_.residuals->keep();
-}
-
 // make_residuals() was called before.
 void DeviceEngine::change_worker_residual(uint64_t offset, const at::Tensor& values, float factor) {
   const c10::StreamGuard guard = behind_all();
-  context_.residuals->settle(context_.finish_stream);
   context_.residuals->add_to_worker(offset, values, factor, options_.loss_scale);
   context_.finish_stream.synchronize();
 }
@@ -334,7 +318,6 @@ void DeviceEngine::change_worker_residual(uint64_t offset, const at::Tensor& val
 void DeviceEngine::multiply_residuals(float factor) {
   if (!context_.residuals) return;
   const c10::StreamGuard guard = behind_all();
-  context_.residuals->settle(context_.finish_stream);
   context_.residuals->scale(factor);
   context_.finish_stream.synchronize();
 }

@@ -409,8 +409,7 @@ void DeviceExchange::decode_on(const DeviceJob& job, const ChunkBatch& chunk,
                           .gradient = job.gradient.mutable_data_ptr(),
                           .residual = context_.residuals->worker(),
                           .flags = words(flags_),
-                          .findings = context_.findings_on_device(),
-                          .step_nonfinite = context_.step_nonfinite(job.step)});
+                          .findings = context_.findings_on_device()});
 }
 
 // Uses one buffer for all tiles, with the codec `exact`, on E.

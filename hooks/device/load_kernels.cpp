@@ -89,14 +89,13 @@ void load_chunk_kernels(const DeviceContext& context, const Scratch& scratch, ui
   }
   kernels.reduce(
       {chunk, received, nullptr, residual, 0, scratch.part(6), findings, {}, 0, nullptr});
-  kernels.decode({chunk, received, scratch.part(6), scratch.part(3), residual, flags, findings,
-                  scratch.as<uint32_t>(13)});
+  kernels.decode({chunk, received, scratch.part(6), scratch.part(3), residual, flags, findings});
 }
 
 void load_node_kernels(const DeviceContext& context, const Scratch& scratch) {
   const Stream stream = context.finish_stream.native_handle();
   const Envelope envelope{0, 0, 0, 0, 0, Phase::kLocalScatter};
-  const auto* pieces = scratch.as<const ChunkPiece>(14);
+  const auto* pieces = scratch.as<const ChunkPiece>(13);
   const auto* messages = scratch.as<const Message>(7);
   const NodeKernels& kernels = node_kernels();
   for (const Parameter& parameter : context.layout.parameters()) {
@@ -111,10 +110,8 @@ void load_message_kernels(const DeviceContext& context, const Scratch& scratch) 
   const Stream stream = context.finish_stream.native_handle();
   auto* residual = scratch.as<float>(5);
   auto* found = scratch.as<Findings>(8);
-  auto* word = scratch.as<uint32_t>(13);
   const MessageKernels& kernels = message_kernels();
-  kernels.take_back({word, residual, residual, 1, stream});
-  kernels.rescale({nullptr, residual, residual, word, stream});
+  kernels.rescale({nullptr, residual, residual, stream});
   kernels.scale({residual, residual, 1, stream});
   kernels.commit(
       {0, 0, 0, residual, found, scratch.as<CommitRecord>(11), scratch.as<uint64_t>(12), stream});

@@ -460,9 +460,6 @@ void BucketPipeline::complete(BucketJob& bucket) {
   {
     const std::lock_guard lock(life_.mutex);
     --life_.stats.in_flight;
-    if (!bucket.nonfinite_tiles.empty() && options_.touches_residuals(bucket.step)) {
-      residuals_.note_nonfinite();
-    }
     life_.changed.notify_all();
   }
   if (bucket.future) deliver(bucket);

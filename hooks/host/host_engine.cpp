@@ -29,7 +29,7 @@ HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLa
                    /*exchanges=*/lanes.commit != nullptr),
       local_stage_(std::move(local_stage)),
       sample_(layout_),
-      residuals_(layout_, options_.exact_skip),
+      residuals_(layout_),
       codecs_(options_, layout_, residuals_) {
   if (withholds()) make_residuals();
   GRADFERRY_EXPECTS(exchanges_ == (options_.world_size > 1), kConfig,
@@ -104,7 +104,6 @@ void HostEngine::exchange(Bucket bucket) {
 void HostEngine::begin_step(const Bucket& bucket) {
   const std::lock_guard lock(life_.mutex);
   if (bucket.begins_momentum) begin_momentum();
-  if (bucket.begins_optimizer_step) residuals_.begin_step();
   check_is_due_ = check_is_due_ || bucket.begins_check;
   pass_scale_ = loss_scale();
   if (changes_residuals(bucket.step)) residuals_.begin_pass(pass_scale_);
@@ -138,11 +137,7 @@ bool HostEngine::changes_residuals(uint64_t step) const {
 // Nothing is sent.
 void HostEngine::complete_alone(Bucket bucket) {
   if (changes_residuals(bucket.step)) deliver_alone(bucket);
-  if ((options_.raise_nonfinite || options_.exact_skip) && !is_finite(bucket)) {
-    if (options_.raise_nonfinite) throw nonfinite_gradient(bucket.step);
-    const std::lock_guard lock(life_.mutex);
-    if (changes_residuals(bucket.step)) residuals_.note_nonfinite();
-  }
+  if (options_.raise_nonfinite && !is_finite(bucket)) throw nonfinite_gradient(bucket.step);
   bucket.future->markCompleted(std::move(bucket.value));
 }
 
@@ -254,7 +249,6 @@ float HostEngine::loss_scale() const {
 }
 
 SavedResiduals HostEngine::save_residuals(const SavedResiduals& kept) {
-  residuals_.settle();
   return {copy_residual(residuals_.worker_tensor(), kept.worker),
           copy_residual(residuals_.owner_tensor(), kept.owner), residuals_.loss_scale()};
 }
@@ -271,14 +265,10 @@ void HostEngine::load_residuals(const SavedResiduals& saved) {
 }
 
 void HostEngine::change_worker_residual(uint64_t offset, const at::Tensor& values, float factor) {
-  residuals_.settle();
   residuals_.add_to_worker(offset, values, factor, loss_scale());
 }
 
-void HostEngine::multiply_residuals(float factor) {
-  residuals_.settle();
-  residuals_.scale(factor);
-}
+void HostEngine::multiply_residuals(float factor) { residuals_.scale(factor); }
 
 void HostEngine::begin_momentum() { residuals_.scale_by_parameter(layout_, alphas()); }
 

@@ -56,8 +56,6 @@ class HostEngine final : public BucketEngine {
   SavedResiduals save_residuals(const SavedResiduals& kept) override;
   void make_residuals() override;
   void load_residuals(const SavedResiduals& saved) override;
-  void take_back_step() override { residuals_.skip(); }
-  void keep_step() override { residuals_.keep(); }
   void change_worker_residual(uint64_t offset, const at::Tensor& values, float factor) override;
   void multiply_residuals(float factor) override;
   void begin_momentum() override;

@@ -132,8 +132,7 @@ struct ReduceChunkCall {
 // is decoded, what was sent is undone, as by Codec::undo, from the rank's own payload at
 // output_offset of `sent`. message_offset is that of the payload received. At last it sets tiles of
 // refused messages to NaN in `gradient`, notes a corrupt tile as a fault, and stores the first tile
-// that is not finite in `findings`; in that case it also sets *step_nonfinite to 1, unless the
-// pointer is null.
+// that is not finite in `findings`.
 struct DecodeChunkCall {
   ChunkBatch chunk;
   ReceivedMessages received;
@@ -142,7 +141,6 @@ struct DecodeChunkCall {
   float* residual;
   uint32_t* flags;  // scratch memory: one entry per tile
   Findings* findings;
-  uint32_t* step_nonfinite;
 };
 
 // Checks the received messages and replaces the tiles by the means of their payloads, as
@@ -228,22 +226,11 @@ struct CommitCall {
 };
 
 // At the beginning of a step: *gain = *loss_scale / *residual_scale, or 1 if *residual_scale is 0
-// (zero residuals have no units yet); then *residual_scale = *loss_scale. loss_scale null: 1. Sets
-// *step_nonfinite to 0, unless the pointer is null.
+// (zero residuals have no units yet); then *residual_scale = *loss_scale. loss_scale null: 1.
 struct RescaleCall {
   const float* loss_scale;
   float* residual_scale;
   float* gain;
-  uint32_t* step_nonfinite;
-  Stream stream;
-};
-
-// values[i] = before[i], unless *step_nonfinite is 0.
-struct TakeBackCall {
-  const uint32_t* step_nonfinite;
-  float* values;
-  const float* before;
-  uint64_t num_elements;
   Stream stream;
 };
 
@@ -256,7 +243,6 @@ struct ScaleCall {
 };
 
 struct MessageKernels {
-  void (*take_back)(const TakeBackCall& call);
   void (*rescale)(const RescaleCall& call);
   void (*scale)(const ScaleCall& call);
   void (*commit)(const CommitCall& call);
@@ -272,7 +258,7 @@ struct DeviceLibrary {
 };
 // Increases with every change of a type or function type in this file or in codec.h, and of the
 // table of codecs.
-inline constexpr uint32_t kDeviceLibraryVersion = 13;
+inline constexpr uint32_t kDeviceLibraryVersion = 14;
 // Name of the Python capsule that holds a library.
 inline constexpr const char* kDeviceLibraryCapsule = "gradferry.DeviceLibrary";
 

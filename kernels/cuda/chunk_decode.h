@@ -115,7 +115,6 @@ GRADFERRY_DEVICE void conclude(const DecodeChunkCall& call) {
   }
   if (threadIdx.x == 0 && nonfinite != kNoTile) {
     note_nonfinite(chunk.tiles[nonfinite].tile, call.findings);
-    if (call.step_nonfinite != nullptr) *call.step_nonfinite = 1;
   }
   for (uint32_t i = 0; i < chunk.num_tiles; ++i) {
     if (is_refused(i)) fill_nan(call.gradient, chunk.tiles[i].tile, chunk.dtype);

@@ -1,5 +1,5 @@
-// What a step needs beside its chunks: the commit record, the units of residuals, taking a step
-// back. The contract is include/gradferry/device_library.h.
+// What a step needs beside its chunks: the commit record and the units of residuals. The contract
+// is include/gradferry/device_library.h.
 #include <bit>
 
 #include "gradferry/device_library.h"
@@ -34,17 +34,6 @@ __global__ void rescale_kernel(RescaleCall call) {
   const float before = *call.residual_scale;
   *call.gain = before == 0.0f ? 1.0f : scale / before;
   *call.residual_scale = scale;
-  if (call.step_nonfinite != nullptr) *call.step_nonfinite = 0;
-}
-
-// A block per kBlockElements of them.
-constexpr uint32_t kBlockElements = 4096;
-__global__ void __launch_bounds__(kThreads) take_back_kernel(TakeBackCall call) {
-  if (*call.step_nonfinite == 0) return;
-  const uint64_t first = uint64_t{blockIdx.x} * kBlockElements;
-  for (uint32_t i = threadIdx.x; i < kBlockElements; i += kThreads) {
-    if (first + i < call.num_elements) call.values[first + i] = call.before[first + i];
-  }
 }
 
 // Mostly the factor is 1, and nothing is to be done: few blocks, each for many elements.
@@ -66,11 +55,6 @@ void commit(const CommitCall& call) { launch<commit_kernel>(1, 1, call.stream, c
 
 void rescale(const RescaleCall& call) { launch<rescale_kernel>(1, 1, call.stream, call); }
 
-void take_back(const TakeBackCall& call) {
-  const auto num_blocks = (call.num_elements + kBlockElements - 1) / kBlockElements;
-  launch<take_back_kernel>(static_cast<uint32_t>(num_blocks), kThreads, call.stream, call);
-}
-
 void scale(const ScaleCall& call) {
   const auto num_blocks = (call.num_elements + kThreads - 1) / kThreads;
   launch<scale_kernel>(
@@ -81,6 +65,6 @@ void scale(const ScaleCall& call) {
 }  // namespace
 
 extern const MessageKernels message_kernels;
-const MessageKernels message_kernels{&take_back, &rescale, &scale, &commit};
+const MessageKernels message_kernels{&rescale, &scale, &commit};
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -60,7 +60,6 @@ REFUSED = (
     "warmup",
     "grad_scaler",
     "nonfinite",
-    "exact_skip",
     "check_every",
 )
 OUTER_SHARE = 0.05  # of the time of training that an outer step may take unnoticed

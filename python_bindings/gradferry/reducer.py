@@ -24,7 +24,7 @@ from gradferry.reduction import save_load
 from gradferry.reduction.advice import warn_about_rules, watch_optimizer
 from gradferry.reduction.averaging import Averaging
 from gradferry.reduction.description import as_asked, describe
-from gradferry.reduction.running import Running, end_optimizer_steps, propose
+from gradferry.reduction.running import Running, propose
 from gradferry.reduction.start import start, usable_group
 from gradferry.reduction.step_numbers import Stats, call_after_steps
 from gradferry.reduction.tensor_calls import (
@@ -53,9 +53,9 @@ class Reducer(Averaging):
     >>> reducer.all_reduce([parameter.grad for parameter in model.parameters()])
     >>> optimizer.step()
 
-    A step is a call of `all_reduce`, for ``exact_skip`` with a ``grad_scaler``, too. With
-    ``momentum`` tensors receive the momentum of what is passed. ``check_every`` compares the
-    registered tensors, which must be parameters; a step of others that replaced them is an error.
+    A step is a call of `all_reduce`. With ``momentum`` tensors receive the momentum of what is
+    passed. ``check_every`` compares the registered tensors, which must be parameters; a step of
+    others that replaced them is an error.
 
     Args:
         named_tensors: pairs of a name and a tensor, or a mapping of them. They say what every call
@@ -123,8 +123,7 @@ class Reducer(Averaging):
         self._watches = False  # the optimizer
         self._averaged: list[torch.Tensor] = []  # in the last call, in order
         # What reads parameters themselves, or concerns their optimizer.
-        config = running.config
-        self._reads = bool(config.check_every or config.exact_skip or config.momentum)
+        self._reads = bool(running.config.check_every or running.config.momentum)
         if self._reads:
             call_after_steps(partial(_look, weakref.ref(self)), owner=self)
         self._calls = TensorCalls(running, named, int(bucket_cap_mb * 2**20))
@@ -174,7 +173,6 @@ class Reducer(Averaging):
         gradients = {id(p.grad) for p in running.tensors() if p.is_leaf and p.grad is not None}
         if not self._watches and any(id(each) in gradients for each in tensors):
             self._watches = True
-            end_optimizer_steps(running)
             watch_optimizer(running)
 
     def _expect_registered(self, optimizer: Optimizer) -> None:
@@ -192,8 +190,8 @@ class Reducer(Averaging):
             if other and isinstance(registered, torch.nn.Parameter):
                 self._calls.fail(
                     f"what was averaged as {name!r} is the gradient of another parameter than the "
-                    "one that was registered, which momentum=, check_every= and exact_skip= look "
-                    "at: make a new Reducer of the parameters that train now"
+                    "one that was registered, which momentum= and check_every= look at: make a "
+                    "new Reducer of the parameters that train now"
                 )
 
     def state_dict(self) -> dict[str, Any]:

@@ -128,8 +128,7 @@ class DeviceCodec {
                             .gradient = gradient.mutable_data_ptr(),
                             .residual = residual_of(residual),
                             .flags = flags(),
-                            .findings = findings(),
-                            .step_nonfinite = nullptr});
+                            .findings = findings()});
   }
 
   // Throws what a kernel has found wrong so far: Error(kProtocol) for a message that it refused,

@@ -69,7 +69,6 @@ const std::map<std::string, void (*)(EngineOptions&, const py::handle&)> kFields
     {"compressed_warmup", &set_field<&EngineOptions::compressed_warmup>},
     {"momentum", &set_field<&EngineOptions::momentum>},
     {"raise_nonfinite", &set_field<&EngineOptions::raise_nonfinite>},
-    {"exact_skip", &set_field<&EngineOptions::exact_skip>},
     {"loss_scale",
      [](EngineOptions& options, const py::handle& scale) {
        if (!scale.is_none()) options.loss_scale = scale.cast<at::Tensor>();
@@ -419,11 +418,6 @@ void bind_engine(py::module_& module) {
                                    engine.layout().owner_residual_elements());
            })
       .def("tiles", &tiles_list)
-      .def("skip_step", &BucketEngine::skip_step, py::call_guard<py::gil_scoped_release>())
-      .def("begins_optimizer_step", &BucketEngine::begins_optimizer_step)
-      .def("take_place_of", &BucketEngine::take_place_of, py::arg("before"))
-      .def("end_optimizer_step", &BucketEngine::end_optimizer_step, py::kw_only(),
-           py::arg("applied"), py::call_guard<py::gil_scoped_release>())
       .def("note_passed", &BucketEngine::pass, py::arg("parameters"))
       .def("compare", &BucketEngine::compare, py::arg("parameters"))
       .def("add_to_worker_residual", &BucketEngine::add_to_worker_residual, py::arg("parameter"),

@@ -102,7 +102,6 @@ BAD: list[dict[str, Any]] = [
     {"momentum": 0.9},
     {"check_every": 1},
     {"grad_scaler": None},
-    {"exact_skip": True},
     {"nonfinite": "raise"},
     {"warmup_steps": 3},
     {"error_feedbak": "both"},

@@ -137,7 +137,6 @@ def test_settling_waits_for_what_is_in_flight(worlds: Worlds) -> None:
         ({"parameters": [spec(owner=None)]}, "has no owner, which an all-gather needs"),
         ({"parameters": [spec(worker_residual=True)]}, "an all-gather keeps none"),
         ({"momentum": 0.5}, "an all-gather has no momentum mode"),
-        ({"exact_skip": True}, "an all-gather has no exact_skip"),
         ({"find_unused_parameters": True}, "an all-gather has no find_unused_parameters"),
         ({"nodes": [[0, 1]]}, "an all-gather has no sums within nodes"),
         (

@@ -37,14 +37,12 @@ class Story:
 
     def __init__(self, step: int, world_size: int, steps: int) -> None:
         rng = np.random.default_rng([step, world_size])
-        self.kind = str(rng.choice(["plain"] * 6 + ["infinite", "by hand", "frozen"]))
+        self.kind = str(rng.choice(["plain"] * 6 + ["infinite", "frozen"]))
         self.passes = int(rng.choice([1, 1, 1, 2, MOST_PASSES]))
-        # A rank that has ended joins in with zeros: it has no infinity to give, and nobody can tell
-        # it to skip. To a second synced pass it would not bring what the first gave it, as DDP's
-        # own average would miss, so steps have one.
+        # A rank that has ended joins in with zeros: it has no infinity to give. To a second synced
+        # pass it would not bring what the first gave it, as DDP's own average would miss, so steps
+        # have one.
         ended = step >= first_end(world_size, steps)
-        if ended and self.kind == "by hand":
-            self.kind = "plain"
         self.victim = world_size - 1 if ended else step % world_size
         # Which passes are not under no_sync(); the last never is.
         self.synced = rng.random(self.passes) < (0.0 if ended else 0.5)
@@ -59,10 +57,6 @@ class Story:
 
     def is_infinite(self, turn: int, rank: int) -> bool:
         return self.kind == "infinite" and (turn, rank) == (self.poisoned, self.victim)
-
-    @property
-    def is_skipped(self) -> bool:
-        return self.kind in ("infinite", "by hand")
 
 
 def gradient_of(step: int, turn: int, rank: int, index: int) -> np.ndarray:
@@ -85,7 +79,7 @@ def scenario_of(
         world_size,
         codec=codec,
         error_feedback="both",
-        options={"exact_skip": True, **(warming_up(warmup) if warmup else {})},
+        options=warming_up(warmup) if warmup else {},
         ddp={
             "find_unused_parameters": True,
             "bucket_cap_mb": 0.01,
@@ -104,8 +98,6 @@ def case_eventful_steps(scenario: Scenario, steps_of_rank: list[int]) -> dict[st
     rank, size = dist.get_rank(), scenario.world_size
     model = ChosenGradients(scenario)
     ddp = DistributedDataParallel(model, **scenario.ddp)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)  # so that the hook sees where steps end
-    scenario.options["grad_scaler"] = scaler
     state = attach(ddp, scenario)
     parameters = list(model.parameters())
     given = [np.zeros(w.num_elements) for w in WEIGHTS]
@@ -125,18 +117,18 @@ def case_eventful_steps(scenario: Scenario, steps_of_rank: list[int]) -> dict[st
                 if story.is_infinite(turn, rank):
                     targets["bias"][3] = math.inf
                 with contextlib.nullcontext() if story.synced[turn] else ddp.no_sync():
-                    scaler.scale(ddp(targets)).backward()
-            if story.kind == "by hand":
-                state.skip_step()
-            scaler.update(new_scale=1.0)
-            if story.is_skipped:
-                continue
+                    ddp(targets).backward()
+            # Whether the step is applied or skipped, what came was sent, wherever it is finite.
             for index, p in enumerate(parameters):
-                if p.grad is not None:
-                    applied[index] += p.grad.reshape(-1).double().numpy()
-                    largest = max(largest, float(p.grad.abs().max()))
+                came = (
+                    np.zeros(p.numel()) if p.grad is None else p.grad.reshape(-1).double().numpy()
+                )
+                finite = np.isfinite(came)
+                assert finite.all() or (story.kind == "infinite" and (~finite).sum() == 1)
+                applied[index][finite] += came[finite]
+                largest = max(largest, np.abs(came[finite]).max())
                 for turn in np.flatnonzero(story.used[:, rank, index]):
-                    given[index] += gradient_of(step, turn, rank, index)
+                    given[index][finite] += gradient_of(step, turn, rank, index)[finite]
     saved = state.state_dict()
     largest = max(largest, 0.0, *(float(t.abs().max()) for t in values_of(saved)))
     return {"given": given, "applied": applied, "saved": saved, "largest": largest}

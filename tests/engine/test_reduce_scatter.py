@@ -220,7 +220,6 @@ def scattering_options(**changes: Any) -> _native.EngineOptions:
             "use error_feedback='worker' or 'none'",
         ),
         ({"momentum": 0.5}, "no momentum mode, which needs means on every rank; leave out "),
-        ({"exact_skip": True}, "no exact_skip, as only its owner knows that a mean is not finite"),
         ({"find_unused_parameters": True}, "no find_unused_parameters; hand over zeros"),
         ({"nodes": [[0, 1]]}, "no sums within nodes of several ranks; use nodes='flat'"),
         (

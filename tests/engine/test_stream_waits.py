@@ -182,7 +182,7 @@ LEAST = dataclasses.replace(
 # Until buckets are what they will be. In momentum mode decode looks at what was sent, so that slots
 # are free later.
 PLAIN = {"ddp": {"find_unused_parameters": True, **LEAST.ddp}}
-CHECKED = {"exact_skip": True, "check_every": 1}
+CHECKED = {"check_every": 1}
 MOMENTUM = {"options": {"momentum": 0.9, **CHECKED}, "error_feedback": "auto"}
 # Every chunk has a worker residual, or none has.
 STAGED = {**PLAIN, "device": "staged", "rules": ()}
@@ -193,20 +193,20 @@ STAGED = {**PLAIN, "device": "staged", "rules": ()}
     ("changes", "steps_before"),
     [
         pytest.param(PLAIN, 1, id="plain"),
-        pytest.param(MOMENTUM, 2, id="momentum, exact_skip and check_every"),
+        pytest.param(MOMENTUM, 2, id="momentum and check_every"),
         pytest.param({**STAGED, "error_feedback": "none"}, 1, id="staged, no residuals"),
-        pytest.param({**STAGED, **MOMENTUM}, 2, id="staged, momentum, exact_skip and check_every"),
+        pytest.param({**STAGED, **MOMENTUM}, 2, id="staged, momentum and check_every"),
         pytest.param(STAGED, 1, id="staged", marks=pytest.mark.slow),
         pytest.param(
             {**PLAIN, "options": CHECKED},
             1,
-            id="exact_skip and check_every",
+            id="check_every",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             {**STAGED, "options": CHECKED},
             1,
-            id="staged, exact_skip and check_every",
+            id="staged, check_every",
             marks=pytest.mark.slow,
         ),
     ],
@@ -253,17 +253,7 @@ def case_count(scenario: Scenario, steps: int) -> tuple[int, list[dict[str, int]
         # The gain, and the commit of the step before.
         pytest.param(dataclasses.replace(SCENARIO, codec="q4"), 2, id="four codecs"),
         pytest.param(scenario_on("2+1", SCENARIO, codec="q4", rules=()), 2, id="nodes"),
-        # And what takes a step back, for both residuals and their units.
-        pytest.param(
-            dataclasses.replace(
-                SCENARIO,
-                codec="sign1",
-                error_feedback="auto",
-                options={"momentum": 0.9, "exact_skip": True},
-            ),
-            2 + 3,
-            id="momentum and exact_skip",
-        ),
+        pytest.param(dataclasses.replace(SCENARIO, codec="sign1", **MOMENTUM), 2, id="momentum"),
     ],
 )
 def test_a_step_allocates_nothing_never_waits_and_takes_three_launches_per_chunk(

@@ -1,6 +1,5 @@
-"""What training asks of the hook, on the fake device of ./streams: OneBitAdam, steps that are taken
-back, loss scales, saved states and the check of parameters. Everything must come out as on the CPU,
-to the bit.
+"""What training asks of the hook, on the fake device of ./streams: OneBitAdam, loss scales, saved
+states and the check of parameters. Everything must come out as on the CPU, to the bit.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def case_one_bit_adam(
 
     freeze = 3
     with small_chunks():
-        options = {"momentum": 0.9, "warmup_steps": freeze, "warmup": warmup, "exact_skip": True}
+        options = {"momentum": 0.9, "warmup_steps": freeze, "warmup": warmup}
         models = Models(device, codec, scale=2.0**10, **options)
     optimizers = {
         name: OneBitAdam(ddp.parameters(), lr=0.01, freeze_step=freeze, state=models.states[name])
@@ -138,65 +137,6 @@ def test_one_bit_adam_trains_as_on_the_cpu(
     arguments = {"device": device, "codec": codec, "warmup": warmup, "skipped": skipped}
     for answer in worlds(2).run(case_one_bit_adam, **arguments):
         assert answer == {"equal": [True] * 7, "scales": 1, "moved": True}
-
-
-# --- steps that are taken back --------------------------------------------------------------------
-
-# By step: the pass, of three, whose gradients are infinite.
-INFINITE = {2: 0, 3: 1, 4: 2}
-SKIPPED_BY_HAND = 5
-
-
-def case_skips(device: str, codec: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Gradients accumulate, so what comes after an infinity holds it, too; here they are zeroed in
-    between.
-    """
-    models = Models(device, codec, exact_skip=True, scale=64.0, **options)
-    equal, kept = [], []
-    for step in range(7):
-        before = models.bits(device)[-2:] if step else None
-        for name in models.ddps:
-            for turn in range(3 if step >= min(INFINITE) else 1):
-                poison = "bias" if INFINITE.get(step) == turn else None
-                models.backward(name, 3 * step + turn, poison)
-            models.scalers[name].update(new_scale=64.0 * (1 + step % 3))
-            if step == SKIPPED_BY_HAND:
-                models.states[name].skip_step()
-        equal.append(models.are_equal())
-        kept.append(before == models.bits(device)[-2:])
-    return {"equal": equal, "kept": kept}
-
-
-@pytest.mark.parametrize(
-    ("device", "codec", "options"),
-    [
-        ("streamed", "sign1", {"error_feedback": "both"}),
-        ("staged", "topk:ratio=0.05", {"error_feedback": "both"}),
-        ("streamed", "topk:ratio=0.05", {"momentum": 0.9}),
-        ("staged", "sign1", {"momentum": 0.9}),
-    ],
-)
-def test_exact_skip_takes_all_passes_of_a_step_back_as_on_the_cpu(
-    worlds: Worlds, device: str, codec: str, options: dict[str, Any]
-) -> None:
-    for answer in worlds(2).run(case_skips, device=device, codec=codec, options=options):
-        assert answer["equal"] == [True] * 7
-        assert answer["kept"] == [step in {*INFINITE, SKIPPED_BY_HAND} for step in range(7)]
-
-
-def case_lazy_skip(device: str) -> bool:
-    """Nobody looks at the residuals in between."""
-    with small_chunks():
-        models = Models(device, "sign1", exact_skip=True, momentum=0.9)
-    for step in range(6):
-        for name in models.ddps:
-            models.backward(name, step, poison="wide" if step in (1, 2, 4) else None)
-    return models.are_equal()
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_exact_skip_decides_when_the_next_step_begins(worlds: Worlds, world_size: int) -> None:
-    assert worlds(world_size).run(case_lazy_skip, device="streamed") == [True] * world_size
 
 
 # --- loss scales and states -----------------------------------------------------------------------

@@ -20,7 +20,6 @@ from world import World
 Worlds = Callable[[int], World]
 
 EVERYTHING = dataclasses.replace(MIXED, weights=(*MIXED.weights, *COMPLEX))
-EXACT_SKIP = {"error_feedback": "auto", "options": {"momentum": 0.9, "exact_skip": True}}
 VIEWS = {"bucket_cap_mb": 0.2, "gradient_as_bucket_view": True}
 
 
@@ -29,7 +28,7 @@ VIEWS = {"bucket_cap_mb": 0.2, "gradient_as_bucket_view": True}
     [
         *(pytest.param(scenario_on(nodes, error_feedback="both"), id=nodes) for nodes in NODES),
         pytest.param(scenario_on("2+1", EVERYTHING), id="every codec and dtype"),
-        pytest.param(scenario_on("2+1", EVERYTHING, **EXACT_SKIP), id="momentum and exact_skip"),
+        pytest.param(scenario_on("2+1", EVERYTHING, **MOMENTUM), id="momentum"),
         pytest.param(
             scenario_on("2+1", EVERYTHING, **MOMENTUM, poison=poisons(3), steps=4), id="not finite"
         ),

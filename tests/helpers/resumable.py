@@ -98,8 +98,6 @@ def drawn_job(rng: random.Random) -> Job:
         "in_turns": not way.startswith("fsdp") and "momentum" not in hook,
         "uneven": way in ("ddp", "standard hook") and "momentum" not in hook,
     }.get(feature, True)
-    if feature == "scaled" and fits:
-        hook["exact_skip"] = rng.random() < 0.5
     if feature == "uneven" and fits:
         optimizer = "SGD"  # nothing of its own that would differ where a rank steps less often
         hook["check_every"] = 0

@@ -16,7 +16,6 @@ from mixed import MIXED, NAMES
 from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import ChosenGradients, Run, Scenario, Weight, hooked
-from skipped_passes import case_skipped_passes, residuals
 from stepping import bits, slot
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -33,6 +32,11 @@ EVERY_CODEC = Scenario(
     codec="exact",
     rules=MIXED.rules,
 )
+
+
+def residuals(state: Any) -> torch.Tensor:
+    held = slot(state)
+    return torch.cat([held["worker"], held["owner"]])
 
 
 def case_scaled(scenario: Scenario, scales: list[float]) -> list[list[bytes]]:
@@ -139,7 +143,7 @@ def case_fp16_loop(codec: str, options: dict[str, Any], steps: int) -> dict[str,
     ("codec", "options"),
     [
         ("q4", {"error_feedback": "both"}),
-        ("topk:ratio=0.05", {"exact_skip": True}),
+        ("topk:ratio=0.05", {}),
         ("sign1", {"momentum": 0.9}),
     ],
 )
@@ -159,25 +163,20 @@ def test_fp16_training_skips_and_scales_alike_on_all_ranks(
     assert losses[-20:].mean() < 0.9 * losses[:20].mean()
 
 
-def case_skips(codec: str, options: dict[str, Any], poison: bool) -> dict[str, torch.Tensor]:
-    """Residuals around a step that is skipped, and what that step gave and was given."""
+def case_skips(codec: str) -> dict[str, torch.Tensor]:
+    """Residuals around a step with an infinity on rank 0; what was given to it, and what came."""
     scenario = Scenario(WEIGHTS[:2])
     model = ChosenGradients(scenario)
     ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    state = hooked(ddp, codec, **options)
+    state = hooked(ddp, codec, error_feedback="both")
     for step in range(4):
         ddp.zero_grad()
         targets = scenario.targets(step, dist.get_rank())
         if step == 3:
             before = slot(state)
-            if poison and dist.get_rank() == 0:
+            if dist.get_rank() == 0:
                 targets["bias"][0] = math.inf
         ddp(targets).backward()
-        if step < 3:
-            optimizer.step()
-    if not poison and options.get("exact_skip"):
-        state.skip_step()
     return {
         "before": before,
         "after": slot(state),
@@ -186,82 +185,8 @@ def case_skips(codec: str, options: dict[str, Any], poison: bool) -> dict[str, t
     }
 
 
-@pytest.mark.parametrize(
-    ("codec", "options", "poison"),
-    [
-        ("sign1", {"error_feedback": "both"}, True),
-        ("topk:ratio=0.05", {"error_feedback": "both"}, False),
-        ("topk:ratio=0.05", {"momentum": 0.9}, True),
-        ("q4", {"error_feedback": "both"}, True),
-        ("sign1", {"momentum": 0.9}, False),
-    ],
-)
-def test_exact_skip_leaves_residuals_as_they_were(
-    world_of_2: World, codec: str, options: dict[str, Any], poison: bool
-) -> None:
-    options = {**options, "exact_skip": True}
-    for answer in world_of_2.run(case_skips, codec=codec, options=options, poison=poison):
-        for name in ("worker", "owner"):
-            assert torch.equal(answer["before"][name], answer["after"][name])
-
-
-@pytest.mark.parametrize("momentum", [False, True], ids=["plain", "momentum"])
-@pytest.mark.parametrize("poisoned", [0, 1, 2, None], ids=["first", "second", "last", "by_hand"])
-def test_exact_skip_takes_all_passes_of_a_step_back(
-    world_of_2: World, momentum: bool, poisoned: int | None
-) -> None:
-    # The steps before and after move residuals, and are not taken back with it.
-    options = {"momentum": 0.9} if momentum else {}
-    arguments = {"options": options, "poisoned": poisoned}
-    looked_at = momentum == (poisoned in (0, 2))  # each way of skipping with it and without
-    for kept in world_of_2.run(case_skipped_passes, looked_at=looked_at, **arguments):
-        assert kept == [False, True, False, False]
-
-
-# What happens between two passes, and whether skip_step() then knows the passes of its step.
-BETWEEN = {
-    "fused": True,
-    "in_place": True,
-    "skipped": True,
-    "loaded": True,
-    "nothing": False,
-    "other_model": False,
-}
-
-
-@pytest.mark.parametrize(("how", "known"), BETWEEN.items())
-@on_ranks()
-def test_without_a_scaler_skip_step_refuses_to_guess(how: str, known: bool) -> None:
-    model = DistributedDataParallel(nn.Linear(40, 40))
-    parameters = list(model.parameters())
-    fused = torch.optim.AdamW(parameters, lr=0.1, fused=True)
-    others = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    state = hooked(model, exact_skip=True)
-    model(torch.ones(2, 40)).sum().backward()
-    if how == "fused":
-        fused.step()
-    elif how == "in_place":
-        with torch.no_grad():
-            parameters[0].sub_(parameters[0].grad)
-    elif how == "skipped":
-        state.skip_step()
-    elif how == "loaded":
-        state.load_state_dict(state.state_dict())
-    elif how == "other_model":
-        others.step()
-    model(torch.ones(2, 40)).sum().backward()
-    for _ in range(2):
-        outcome = attempt(state.skip_step)
-        assert outcome.error == (None if known else "StateError")
-        assert known or "had no optimizer step between them" in outcome.text
-        assert known or "grad_scaler=" in outcome.text
-
-
-def test_without_exact_skip_a_skipped_step_moves_residuals_by_what_came_less_what_was_given(
-    world_of_2: World,
-) -> None:
-    options = {"error_feedback": "both"}
-    answers = world_of_2.run(case_skips, codec="topk:ratio=0.05", options=options, poison=True)
+def test_a_skipped_step_moves_residuals_by_what_was_given_less_what_came(world_of_2: World) -> None:
+    answers = world_of_2.run(case_skips, codec="topk:ratio=0.05")
 
     # Two tiles of "first", one owned by each rank; what is missing is by element.
     def missing(name: str) -> np.ndarray:
@@ -284,14 +209,14 @@ def test_without_exact_skip_a_skipped_step_moves_residuals_by_what_came_less_wha
 
 
 @on_ranks()
-def test_wrong_scales_and_skips_are_refused() -> None:
+def test_wrong_scales_are_refused() -> None:
     def model() -> DistributedDataParallel:
         return DistributedDataParallel(nn.Linear(40, 40))
 
     plain = model()
     state = hooked(plain)
     plain(torch.ones(2, 40)).sum().backward()
-    outcomes = [attempt(state.skip_step), attempt(lambda: state.scale_residuals(math.nan))]
+    outcomes = [attempt(lambda: state.scale_residuals(math.nan))]
     for factor in (math.inf, -math.inf, 1e39):
         refused = attempt(functools.partial(state.scale_residuals, factor))
         assert refused.error == "ConfigError", factor
@@ -302,7 +227,6 @@ def test_wrong_scales_and_skips_are_refused() -> None:
         if enabled:
             scaler.update(new_scale=math.inf)
         outcomes.append(attempt(scaled(torch.ones(2, 40)).sum().backward))
-    assert [o.error for o in outcomes] == ["StateError", "ConfigError", "StateError", None]
-    assert "only with exact_skip=True" in outcomes[0].text
-    assert "factor=nan must be a number that is finite" in outcomes[1].text
-    assert "the GradScaler's scale is inf" in outcomes[2].text
+    assert [o.error for o in outcomes] == ["ConfigError", "StateError", None]
+    assert "factor=nan must be a number that is finite" in outcomes[0].text
+    assert "the GradScaler's scale is inf" in outcomes[1].text

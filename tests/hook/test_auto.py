@@ -498,9 +498,7 @@ def test_candidates_are_codecs_that_cost_no_loss_and_off() -> None:
     assert names(ALONE) == {"q4", "q8", "off"}
 
 
-@pytest.mark.parametrize(
-    "options", [{"nonfinite": "raise"}, {"check_every": 5}, {"exact_skip": True}]
-)
+@pytest.mark.parametrize("options", [{"nonfinite": "raise"}, {"check_every": 5}])
 def test_exact_replaces_off_where_only_an_engine_does_what_was_asked(options: Any) -> None:
     assert names(ALONE, **options) == {"q4", "q8", "exact"}
 

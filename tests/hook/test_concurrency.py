@@ -172,7 +172,6 @@ def case_state_in_child(scenario: Scenario) -> dict[str, Any]:
     before = state.state_dict()
 
     def change() -> dict:
-        state.skip_step()
         state.scale_residuals(0.0)
         return state.state_dict()
 
@@ -210,7 +209,7 @@ def case_state_in_child(scenario: Scenario) -> dict[str, Any]:
 
 
 def test_a_forked_child_has_a_copy_of_the_state_and_the_parent_goes_on(world_of_2: World) -> None:
-    scenario = Scenario(WEIGHTS, error_feedback="both", options={"exact_skip": True})
+    scenario = Scenario(WEIGHTS, error_feedback="both")
     answers = world_of_2.run(case_state_in_child, scenario=scenario)
     assert_bit_equal(answers, scenario)
 

@@ -1,10 +1,7 @@
-"""GradScalers that differ between ranks, or that nobody updates; and what exact_skip may take back
-when several optimizers share one.
-"""
+"""GradScalers that differ between ranks, or that nobody updates."""
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -20,7 +17,6 @@ from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import hooked, placed
 from sharding import Sharding
-from stepping import bits, slot
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from watching import expect_no_race
@@ -186,7 +182,7 @@ def test_devices_report_scales_that_differ_two_steps_later(
     place, group = placed(device)
     scaler = torch.amp.GradScaler(place.type, init_scale=1024.0)
     ddp = DistributedDataParallel(nn.Linear(70, 70).to(place), process_group=group)
-    hooked(ddp, grad_scaler=scaler, exact_skip=True)
+    hooked(ddp, grad_scaler=scaler)
 
     def step() -> None:
         scaler.scale(ddp(torch.ones(2, 70, device=place)).square().mean()).backward()
@@ -202,168 +198,6 @@ def test_devices_report_scales_that_differ_two_steps_later(
     assert [o.error for o in outcomes] == [None] * 4 + [kind]
     assert text in outcomes[4].headline
     expect_no_race()
-
-
-# --- what exact_skip takes back -------------------------------------------------------------------
-
-
-class Adversaries:
-    """Discriminator and generator with an optimizer each and one GradScaler, as in PyTorch's guide
-    to mixed precision.
-    """
-
-    def __init__(self, device: str) -> None:
-        torch.manual_seed(0)
-        self.place, group = place, _ = placed(device)
-        self.models = [nn.Linear(64, 64, bias=False).to(place) for _ in range(2)]
-        self.ddps = [DistributedDataParallel(m, process_group=group) for m in self.models]
-        self.scaler = torch.amp.GradScaler(
-            place.type, init_scale=8.0, growth_interval=10**6, backoff_factor=0.5
-        )
-        self.states = [
-            hooked(ddp, "sign1", grad_scaler=self.scaler, exact_skip=True) for ddp in self.ddps
-        ]
-        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.0) for m in self.models]
-        self.given = torch.zeros(64, 64, dtype=torch.float64)  # to the discriminator, by this rank
-        self.came = torch.zeros(64, 64, dtype=torch.float64)
-
-    def step(self, number: int, *, overflows: bool) -> None:
-        """Both step; the generator's pass, through the discriminator, overflows on rank 0."""
-        generator, (judge, made) = self.models[1], self.ddps
-        seed = torch.Generator().manual_seed(2 * number + dist.get_rank())
-        noise = torch.randn(16, 64, generator=seed).to(self.place)
-        self.optimizers[0].zero_grad()
-        fake = generator(noise).detach()
-        self.scaler.scale(judge(fake).square().sum()).backward()
-        self.add(fake)
-        self.scaler.step(self.optimizers[0])
-
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        fake = made(noise)
-        factor = math.inf if overflows and dist.get_rank() == 0 else 1.0
-        self.scaler.scale(judge(fake).square().sum() * factor).backward()
-        if not overflows:
-            self.add(fake.detach())
-        self.scaler.step(self.optimizers[1])
-        self.scaler.update()
-
-    def add(self, fake: torch.Tensor) -> None:
-        """What the pass gave to the discriminator, and what came of it."""
-        came = self.models[0].weight.grad
-        alone = copy.deepcopy(self.models[0])  # without .grad
-        alone(fake).square().sum().backward()
-        self.given += alone.weight.grad.cpu().double()
-        self.came += came.cpu().double() / self.scaler.get_scale()
-
-    def withheld(self) -> torch.Tensor:
-        """What the mean misses: the weight is one tile, with one owner."""
-        saved = self.states[0].state_dict()
-        mine = saved[f"slot_{dist.get_rank()}"]
-        missing = mine["worker"].double() / dist.get_world_size()
-        if mine["owner"].numel():
-            missing += mine["owner"].double()
-        missing = missing.view(64, 64) / saved["loss_scale"]
-        dist.all_reduce(missing)
-        return missing
-
-
-@pytest.mark.parametrize("device", ["cpu", "streamed", "staged"])
-@on_ranks()
-def test_residuals_never_go_back_behind_a_step_that_was_applied(device: str) -> None:
-    both = Adversaries(device)
-    scales = []
-    for number in range(8):
-        both.step(number, overflows=number in (3, 6))
-        scales.append(both.scaler.get_scale())
-    assert scales == [8.0] * 3 + [4.0] * 3 + [2.0] * 2  # the overflows were seen
-    given = both.given / dist.get_world_size()
-    dist.all_reduce(given)
-    lost = given - both.came - both.withheld()
-    # 14 passes; each rounds a residual, the owner's mean and the sum a few times in fp32, to
-    # 2^-24 of numbers that error feedback of one bit lets grow to some 2^5 gradients.
-    assert lost.norm() / given.norm() < 14 * 8 * 2.0**-24 * 2**5
-
-
-class Pair(nn.ParameterList):
-    """Its gradients are the tensors that it is given."""
-
-    def __call__(self, given: list[torch.Tensor]) -> torch.Tensor:
-        return sum((p * gradient).sum() for p, gradient in zip(self, given, strict=True))
-
-
-class Halved:
-    """A model of two parameters with an optimizer each, under one GradScaler and exact_skip."""
-
-    def __init__(self, device: str) -> None:
-        self.place, group = placed(device)
-        self.scaler = torch.amp.GradScaler(self.place.type, init_scale=8.0)
-        self.model = Pair(nn.Parameter(torch.zeros(50, 50)) for _ in range(2)).to(self.place)
-        self.ddp = DistributedDataParallel(self.model, process_group=group)
-        self.state = hooked(
-            self.ddp, "sign1", grad_scaler=self.scaler, exact_skip=True, nodes="flat"
-        )
-        self.optimizers = [torch.optim.SGD([p], lr=0.5) for p in self.model]
-
-    def backward(self, seed: int, bad: int | None = None) -> None:
-        self.ddp.zero_grad()
-        generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
-        by = [torch.randn(50, 50, generator=generator) for _ in range(2)]
-        if bad is not None:
-            by[bad][0, 0] = math.inf
-        self.scaler.scale(self.ddp([each.to(self.place) for each in by])).backward()
-
-    def residuals(self) -> list[bytes]:
-        """The worker residual, by parameter."""
-        return bits(slot(self.state)["worker"].clone().chunk(2))
-
-
-@pytest.mark.parametrize("bad", [None, 0, 1])
-@pytest.mark.parametrize("device", ["cpu", "streamed"])
-@on_ranks()
-def test_the_first_optimizer_that_steps_ends_what_can_be_taken_back(
-    device: str, bad: int | None
-) -> None:
-    """Residuals of neither parameter are those from before a step, after the next step began."""
-    halved = Halved(device)
-    halved.backward(0)
-    for optimizer in halved.optimizers:
-        halved.scaler.step(optimizer)
-    halved.scaler.update(8.0)
-    before = halved.residuals()
-    halved.backward(1, bad)
-    for optimizer in halved.optimizers:
-        halved.scaler.step(optimizer)
-    if bad is None:
-        outcome = attempt(halved.state.skip_step)
-        assert outcome.error == "StateError"
-        assert "an optimizer has applied the gradients of the last step" in outcome.text
-    halved.scaler.update(8.0)
-    kept = [now == was for now, was in zip(halved.residuals(), before, strict=True)]
-    assert kept == [False, False]
-
-
-@on_ranks()
-def test_a_fused_optimizer_that_skips_has_applied_nothing() -> None:
-    """A GradScaler calls fused optimizers always: all skip, or none."""
-    for bad in (None, 0):
-        halved = Halved("cpu")
-        optimizer = torch.optim.SGD(halved.model, lr=0.5, fused=True)
-        halved.backward(0)
-        halved.scaler.step(optimizer)
-        halved.scaler.update(8.0)
-        before = halved.residuals()
-        values = [p.detach().clone() for p in halved.model]
-        halved.backward(1, bad)
-        halved.scaler.step(optimizer)
-        moved = not all(map(torch.equal, halved.model, values))
-        assert moved == (bad is None)
-        halved.scaler.update(8.0)
-        halved.backward(2)
-        halved.state.skip_step()
-        after = halved.residuals()
-        kept = [now == was for now, was in zip(after, before, strict=True)]
-        assert kept == [bad is not None] * 2
 
 
 @pytest.mark.parametrize("scaled", [False, True])

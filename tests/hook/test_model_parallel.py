@@ -202,18 +202,16 @@ def test_every_part_is_averaged_as_if_it_were_alone(
     assert answers[0]["final"] != answers[1]["final"]
 
 
-def case_infinity_in_one_part(told: bool) -> dict[str, Any]:
+def case_infinity_in_one_part() -> dict[str, Any]:
     """Part 1 of replica 0 overflows in the second step, and the parts tell each other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "part"))
     replica, part = mesh.get_coordinate()
     training = TensorParallel(mesh)
     parameters = list(training.ddp.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    state = gradferry.attach(
-        training.ddp, "q4", error_feedback="both", grad_scaler=scaler, exact_skip=True
-    )
+    gradferry.attach(training.ddp, "q4", error_feedback="both", grad_scaler=scaler)
     optimizer = torch.optim.SGD(parameters, lr=0.01)
-    found_by_step, residuals = [], []
+    found_by_step, seen = [], []
     for step in range(3):
         optimizer.zero_grad()
         factor = float("inf") if step == 1 and (replica, part) == (0, 1) else 1.0
@@ -225,30 +223,25 @@ def case_infinity_in_one_part(told: bool) -> dict[str, Any]:
         mine = bool(found)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh["part"].get_group())
         scaler.step(optimizer)
-        if told and found and not mine:
-            state.skip_step()
         scaler.update()
         found_by_step.append((mine, bool(found)))
-        saved = state.state_dict()
-        residuals.append(saved[f"slot_{replica}"]["worker"].clone())
+        seen.append(b"".join(flat(p).tobytes() for p in parameters))
     return {
         "part": part,
         "found": found_by_step,
         "scale": scaler.get_scale(),
-        "kept": torch.equal(residuals[0], residuals[1]),
-        "moved": not torch.equal(residuals[1], residuals[2]),
-        "final": b"".join(flat(p).tobytes() for p in parameters),
+        "kept": seen[0] == seen[1],
+        "moved": seen[1] != seen[2],
+        "final": seen[2],
     }
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_an_infinity_in_one_part_skips_the_step_of_all(worlds: Worlds, told: bool) -> None:
-    answers = worlds(4).run(case_infinity_in_one_part, told=told)
+def test_an_infinity_in_one_part_skips_the_step_of_all(worlds: Worlds) -> None:
+    answers = worlds(4).run(case_infinity_in_one_part)
     for answer in answers:
         mine = answer["part"] == 1
         assert answer["found"] == [(False, False), (mine, True), (False, False)]
         assert answer["scale"] == 2.0**9
-        # The other part's hook saw finite gradients, and learns of the skip by skip_step() only.
-        assert answer["kept"] == (told or mine)
+        assert answer["kept"]
         assert answer["moved"]
     assert [a["final"] for a in answers[:2]] == [a["final"] for a in answers[2:]]

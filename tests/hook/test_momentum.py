@@ -175,8 +175,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], bool, str]] = [
     ({"momentum": 0.9, "error_feedback": "none"}, {}, False, "lives in the worker residual"),
     ({"momentum": 0.9}, {"find_unused_parameters": True}, False, "make every parameter take"),
     ({"momentum": 0.9}, {}, True, "sparse gradients, which 'table' has"),
-    ({"exact_skip": True}, {}, True, "sparse gradients, which 'table' has"),
-    ({"exact_skip": 1}, {}, False, "exact_skip=1 must be True or False"),
     ({"grad_scaler": 2.0}, {}, False, "must be a torch.amp.GradScaler, not float"),
 ]
 

@@ -288,7 +288,7 @@ def fused_steps(scale: float | None, tensor_rate: bool) -> tuple[list[bytes], An
     model = nn.Linear(40, 30)
     ddp = DistributedDataParallel(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
-    options = {"grad_scaler": scaler, "exact_skip": True} if scale else {}
+    options = {"grad_scaler": scaler} if scale else {}
     state = hooked(ddp, "exact", momentum=MOMENTUM, **options)
     rate = torch.tensor(0.01) if tensor_rate else 0.01
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=rate, weight_decay=0.1, fused=True)

@@ -75,7 +75,6 @@ DIFFERENCES = {
     "momentum": option("momentum", 0.0, 0.9),
     "warmup_steps": option("warmup_steps", 0, 3),
     "warmup": option("warmup", "exact", "q8", warmup_steps=3),
-    "exact_skip": option("exact_skip", False, True),
     "check_every": Difference("check_every", "0", "2", {"check_every": 2}, entries=OF_DDP),
     "workspace": option("workspace_cap_mb", 96.0, 48.0),
     "nodes": option("nodes", "auto", 1),

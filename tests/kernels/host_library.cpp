@@ -232,7 +232,6 @@ void decode(const DecodeChunkCall& call) {
     if (refused) fill_nan(call.gradient, entry.tile, chunk.dtype);
     if (!refused && (call.flags[i] & kTileNonFinite) == 0) continue;
     if (call.findings->nonfinite_tile == 0) call.findings->nonfinite_tile = 1 + entry.tile.id;
-    if (call.step_nonfinite != nullptr) *call.step_nonfinite = 1;
   }
 }
 
@@ -318,16 +317,10 @@ void sum(const SumCall& call) {
 
 // --- steps ---------------------------------------------------------------------------------------
 
-void take_back(const TakeBackCall& call) {
-  if (*call.step_nonfinite == 0 || call.num_elements == 0) return;
-  std::memcpy(call.values, call.before, call.num_elements * sizeof(float));
-}
-
 void rescale(const RescaleCall& call) {
   const float scale = call.loss_scale == nullptr ? 1.0f : *call.loss_scale;
   *call.gain = *call.residual_scale == 0.0f ? 1.0f : scale / *call.residual_scale;
   *call.residual_scale = scale;
-  if (call.step_nonfinite != nullptr) *call.step_nonfinite = 0;
 }
 
 void scale(const ScaleCall& call) {
@@ -353,7 +346,7 @@ const DeviceLibrary& host_library() {
   static const DeviceLibrary library{kDeviceLibraryVersion,
                                      {&encode, &reduce, &decode, &accumulate},
                                      {&pack, &sum},
-                                     {&take_back, &rescale, &scale, &commit},
+                                     {&rescale, &scale, &commit},
                                      [](Stream /*stream*/) { return false; }};
   return library;
 }

@@ -205,7 +205,6 @@ def case_not_waited_for() -> dict[str, Any]:
     between = [
         attempt(reducer.state_dict),
         attempt(lambda: reducer.load_state_dict({})),
-        attempt(reducer.skip_step),
         attempt(lambda: reducer.scale_residuals(2.0)),
     ]
     dist.barrier()  # so that nobody is refused before all are under way

@@ -1,4 +1,4 @@
-"""What a `gradferry.Reducer` withholds: its sum, saved and resized states, skipped calls."""
+"""What a `gradferry.Reducer` withholds: its sum, saved and resized states."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import gradferry
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from outcomes import attempt
 from reducing import given, make_reducer, reduce, same
 from residual_sums import advance, assert_goes_on, reference_of, resize, still_missing, worker_mean
 from scenario import Scenario
 from test_reducer import PLAIN, TWO_BY_TWO
-from torch import nn
 from world import World
 
 Worlds = Callable[[int], World]
@@ -82,52 +79,7 @@ def test_resized_state_keeps_what_is_missing(
     assert_goes_on(resumed, resize(engine, PLAIN), PLAIN, range(3, 5))
 
 
-# --- calls that are skipped, tiny or scaled -------------------------------------------------------
-
-
-def case_skip() -> dict[str, bool]:
-    scenario = dataclasses.replace(PLAIN, options={"exact_skip": True})
-    reducer = make_reducer(scenario)
-    reduce(scenario, reducer, range(2))
-    before = reducer.state_dict()
-    reduce(scenario, reducer, range(2, 3))
-    moved = not same(before, {**reducer.state_dict(), "steps": before["steps"]})
-    reducer.skip_step()
-    skipped = same(before, {**reducer.state_dict(), "steps": before["steps"]})
-    reducer.scale_residuals(0.5)
-    worker = f"slot_{dist.get_rank()}"
-    halved = torch.equal(reducer.state_dict()[worker]["worker"], before[worker]["worker"] / 2)
-    return {"moved": moved, "skipped": skipped, "halved": halved}
-
-
-def test_skipped_call_leaves_residuals_to_the_bit(world_of_2: World) -> None:
-    every = {"moved": True, "skipped": True, "halved": True}
-    assert world_of_2.run(case_skip) == [every] * 2
-
-
-def case_skip_of_applied() -> dict[str, Any]:
-    """skip_step() before and after an optimizer's step, in two calls with gradients."""
-    model = nn.Linear(40, 40)
-    reducer = gradferry.Reducer(model.named_parameters(), "q4", exact_skip=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    found: dict[str, Any] = {}
-    for order in ("skipped", "applied"):
-        optimizer.zero_grad()
-        model(torch.randn(2, 40)).square().sum().backward()
-        reducer.all_reduce([p.grad for p in model.parameters()])
-        before = reducer.state_dict()
-        if order == "applied":
-            optimizer.step()
-        found[order] = attempt(reducer.skip_step).text
-        found["kept"] = same(before, reducer.state_dict())
-    return found
-
-
-def test_call_whose_gradients_were_applied_cannot_be_skipped(world_of_2: World) -> None:
-    for found in world_of_2.run(case_skip_of_applied):
-        assert not found["skipped"]
-        assert "an optimizer has applied the gradients of the last step" in found["applied"]
-        assert found["kept"]
+# --- calls that are tiny or scaled -------------------------------------------------------
 
 
 def case_zeros() -> dict[str, Any]:
@@ -168,7 +120,7 @@ def case_loss_scale() -> list[bool]:
     """Residuals follow the scale, exactly where it changes by powers of two."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     plain = make_reducer(PLAIN)
-    scaled = make_reducer(PLAIN, grad_scaler=scaler, exact_skip=True)
+    scaled = make_reducer(PLAIN, grad_scaler=scaler)
     equal = []
     for step, scale in enumerate((2.0**10, 2.0**12, 2.0**3)):
         scaler.update(new_scale=scale)

@@ -126,7 +126,6 @@ class Config:
     warmup: CodecSpec
     grad_scaler: torch.amp.GradScaler | None
     nonfinite: str
-    exact_skip: bool
     check_every: int
     seed: int
     disabled: bool
@@ -159,7 +158,6 @@ class Config:
             "compressed_warmup": self.compressed_warmup,
             "momentum": self.momentum,
             "raise_nonfinite": self.nonfinite == "raise",
-            "exact_skip": self.exact_skip,
             "check_every": self.check_every,
             "chunk_bytes": self.chunk_bytes_at(world_size),
             # A link with a long round trip has as many bytes to carry where chunks are smaller.
@@ -226,7 +224,7 @@ class Config:
     @property
     def needs_every_bucket(self) -> bool:
         """Whether no bucket may pass through; buckets of sparse gradients would."""
-        return self.momentum != 0 or self.exact_skip
+        return self.momentum != 0
 
     def residuals_of(self, codec: CodecSpec) -> tuple[bool, bool]:
         """Whether parameters with this codec keep a (worker, owner) residual.
@@ -267,7 +265,6 @@ class Config:
             "warmup": str(self.warmup),
             "grad_scaler": self.grad_scaler is not None,
             "nonfinite": self.nonfinite,
-            "exact_skip": self.exact_skip,
             "check_every": self.check_every,
             "seed": self.seed,
             "workspace_cap_mb": self.workspace_cap_mb,
@@ -306,8 +303,6 @@ def make_config(codec: str, given: Mapping[str, Any] | None = None) -> Config:
     momentum = 0.0
     if options["momentum"] is not None:
         momentum = _momentum(options["momentum"], spec, options["error_feedback"])
-    if not isinstance(options["exact_skip"], bool):
-        raise ConfigError(f"exact_skip={options['exact_skip']!r} must be True or False")
     rules = _rules(options["rules"] or ())
     warmup_steps = count("warmup_steps", options["warmup_steps"])
     return Config(
@@ -319,7 +314,6 @@ def make_config(codec: str, given: Mapping[str, Any] | None = None) -> Config:
         warmup=_warmup(options["warmup"], warmup_steps, spec, rules, momentum, chooses=chooses),
         grad_scaler=_grad_scaler(options["grad_scaler"]),
         nonfinite=_choice("nonfinite", options["nonfinite"], NONFINITE),
-        exact_skip=options["exact_skip"],
         check_every=_check_every(options["check_every"], spec),
         seed=count("seed", options["seed"]),
         nodes=check_option(options["nodes"]),

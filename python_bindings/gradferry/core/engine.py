@@ -116,14 +116,14 @@ def start_engine(
         nonce: different for every engine of the group.
         transport: of the gradients; None: they are on the CPU.
         hashes: of (configuration, parameters), for message headers.
-        tensors: the parameters themselves, for `check_every` and `exact_skip`; else none.
+        tensors: the parameters themselves, for `check_every`; else none.
         find_unused_parameters: that of DDP.
         nodes: which ranks share a node, as agreed by all ranks; None: every rank is alone.
         recovery_hint: for people, what to do after an error has ended the engine.
         collective: "all_reduce"; "reduce_scatter": every rank gets the mean of the parameters
             whose owner it is; or "all_gather": every rank gets the parameters of all owners. In
             the last two all parameters have an owner, and no owner residual; every rank is alone,
-            without momentum, exact_skip and find_unused_parameters. An all-gather has no residuals,
+            without momentum and find_unused_parameters. An all-gather has no residuals,
             and codecs whose payload depends on nothing but what is encoded.
         delivers: gradients are sent as in warm-up steps for as long as this engine runs, with
             residuals. Not in momentum mode, whose warm-up has no momentum.

@@ -55,15 +55,10 @@ class Options(TypedDict, total=False):
             every step, and raise `RankMismatchError` where they differ, on a device two steps
             later. Under ``join()`` a rank without input does not update its scaler: a scale that
             changes there is such an error.
-        nonfinite: ``"propagate"`` delivers NaN and infinity to every rank; ``"raise"`` raises
-            `StateError` on every rank, after which the hook is finished, as after any error.
-        exact_skip: if true, a step whose result holds a NaN or infinity, which a GradScaler skips,
-            leaves the residuals unchanged. If false, such a step changes them by the difference
-            between what it was given and what it delivered, wherever that is finite. Costs a copy
-            of the residuals. With ``grad_scaler``, a step is all synced backward passes since an
-            optimizer of the model stepped or since ``scaler.update()``; without, every synced
-            backward pass is a step. What an optimizer has applied is never undone: where two
-            optimizers share the parameters of one model, the first that steps ends what can be.
+        nonfinite: ``"propagate"`` delivers NaN and infinity to every rank, and changes residuals by
+            the difference between what a step was given and what it delivered, wherever that is
+            finite; ``"raise"`` raises `StateError` on every rank, after which the hook is finished,
+            as after any error.
         check_every: number of steps after which all ranks compare hashes of their parameters, and
             raise `DivergedError` if those differ; 0 for never. Reads the model once and sends 8
             bytes per parameter. Not for uneven inputs under ``join()``: there a rank without
@@ -93,7 +88,6 @@ class Options(TypedDict, total=False):
     warmup: str
     grad_scaler: object | None
     nonfinite: str
-    exact_skip: bool
     check_every: int
     seed: int
     workspace_cap_mb: float
@@ -108,7 +102,6 @@ DEFAULTS: Options = {
     "warmup": "exact",
     "grad_scaler": None,
     "nonfinite": "propagate",
-    "exact_skip": False,
     "check_every": 0,
     "seed": 0,
     "workspace_cap_mb": _native.WORKSPACE_CAP_MB,

@@ -28,7 +28,7 @@ def attach(
             a communication hook.
         codec: a codec string such as ``"q4"``, ``"off"`` for the backend's own all-reduce, or
             ``"auto"``. ``"auto"`` begins with ``q4``. From the third step on, or behind a warm-up,
-            ``q4``, ``q8`` and ``off`` (or ``exact``, where ``nonfinite``, ``exact_skip`` or
+            ``q4``, ``q8`` and ``off`` (or ``exact``, where ``nonfinite`` or
             ``check_every`` need an engine) train for seven steps each, of which five count; in
             momentum mode ``rht:bits=3`` and codecs below 3 bits instead of ``off``. One whose first
             counted step takes 1.5 times what the fastest took gets no more. It takes the most

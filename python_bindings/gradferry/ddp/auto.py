@@ -57,7 +57,7 @@ def candidates(config: Config, exchanges: list[Exchange]) -> list[Candidate]:
         every = [parse_codec(str(row["name"])) for row in _native.codecs()]
         codecs.append(parse_codec(_IN_MOMENTUM_MODE))
         codecs += [codec for codec in every if codec.bits() < COARSE_BITS]
-    elif config.check_every or config.exact_skip or config.nonfinite == "raise":
+    elif config.check_every or config.nonfinite == "raise":
         codecs.append(EXACT)
     else:
         off = CodecSpec(OFF)
@@ -75,7 +75,7 @@ def _first_trial(config: Config) -> int:
 
 def chosen_by(config: Config) -> int:
     """The step, counted from 0, that begins with the first choice at the latest, if every parameter
-    is used and no step is skipped.
+    is used and every mean is finite.
     """
     # There may be two exchanges; passing through is the same in both.
     turns = MOST_TURNS * sum(1 + each.needs_memory for each in candidates(config, []))
@@ -197,9 +197,6 @@ class Chooser:
         """Turns to the next candidate, or, after the last one, to that which is chosen."""
         assert self._trial is not None
         trial = self._trial
-        if not self._begins_optimizer_step():
-            hook.call_at(step + 1, self._go_on, "choice")
-            return
         wanted = trial.current
         if wanted is None and trial.outcomes:
             wanted = most_precise(trial.outcomes).candidate
@@ -248,7 +245,7 @@ class Chooser:
             if left:
                 raise StateError(
                     f"what is withheld of {left} parameters could not be delivered in "
-                    f"{_DELIVERING_STEPS} steps, which did not use them, or were skipped"
+                    f"{_DELIVERING_STEPS} steps, which did not use them, or were not finite"
                 )
         self._switch(hook, step, codec, exchange)
         self._note(step, "trains for a few steps, to be compared with other candidates")
@@ -298,15 +295,6 @@ class Chooser:
         running = self._running
         if codec != running.config.codec or exchange != running.exchange or running.delivers:
             running.switch(hook, codec, step, exchange)
-
-    def _begins_optimizer_step(self) -> bool:
-        """Whether no rank is between two passes of one optimizer step: with exact_skip only the
-        engine that saw the first of them can take the step back.
-        """
-        engine = self._running.engine
-        if engine is None or not self._running.config.exact_skip:
-            return True
-        return self._slowest([not engine.begins_optimizer_step()]) == [0]
 
     def _slowest(self, values: Sequence[float]) -> list[float]:
         """By place the greatest of what all ranks pass. Collective."""

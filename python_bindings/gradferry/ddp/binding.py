@@ -26,7 +26,7 @@ from gradferry.ddp.model import (
 from gradferry.ddp.watch import ModelWatch
 from gradferry.errors import ConfigError, StateError
 from gradferry.reduction.momentum import MomentumHandover
-from gradferry.reduction.running import Running, end_optimizer_steps, propose
+from gradferry.reduction.running import Running, propose
 from gradferry.reduction.start import start
 
 _RECOVERY_HINT = (
@@ -120,7 +120,6 @@ def bind(
 
     binding = start(model.group, model.device, propose_here, build, purpose="come to attach")
     running = binding.running
-    end_optimizer_steps(running)
     name = f"gradferry:{running.codec_asked_for}" if native else None
     register(model, binding.hook, watch_use=_must_watch_use(running), name=name)
     binding.watch.start()

@@ -246,8 +246,8 @@ def _check_options(ddp: DistributedDataParallel, config: Config, device: torch.d
                 module, torch.nn.Embedding | torch.nn.EmbeddingBag
             ):
                 raise ConfigError(
-                    f"momentum= and exact_skip= cannot handle sparse gradients, which {name!r} "
-                    "has; build it with sparse=False, or leave them out"
+                    f"momentum= cannot handle sparse gradients, which {name!r} has; build it with "
+                    "sparse=False, or leave out momentum"
                 )
     if device.type != "cpu":
         _check_device(ddp, config, device)

@@ -18,7 +18,7 @@ from gradferry.core.names import first_of
 from gradferry.core.options import SHARDED_DEFAULTS, ShardedOptions, takes_options
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, GradferryError
-from gradferry.fsdp.choice import NOT_SHARDED, Choice, choose
+from gradferry.fsdp.choice import Choice, choose
 from gradferry.fsdp.gathers import GatherHook, Gathers, Settled
 from gradferry.fsdp.hooks import (
     GradientHook,
@@ -56,7 +56,7 @@ _RECOVERY_HINT = (
 )
 
 
-@takes_options(NOT_SHARDED, SHARDED_DEFAULTS)
+@takes_options(defaults=SHARDED_DEFAULTS)
 def attach(
     model: nn.Module,
     codec: str = "q4",

@@ -14,8 +14,6 @@ from gradferry.core.options import DEFAULTS, SHARDED_DEFAULTS, complete
 from gradferry.errors import ConfigError
 from gradferry.fsdp.model import ShardedModule
 
-# A step that is skipped because of another shard would go unnoticed.
-NOT_SHARDED = ("exact_skip",)
 # What averages over replicas alone have: in a reduce-scatter only its owner sees a mean.
 _OF_REPLICAS = ("error_feedback", "momentum", "check_every", "nodes")
 # What gathers have, too.
@@ -60,7 +58,7 @@ def choose(
     Raises:
         ConfigError: an option is invalid, or FSDP2 or a codec cannot do that.
     """
-    asked: dict[str, Any] = dict(complete(given, NOT_SHARDED, SHARDED_DEFAULTS))
+    asked: dict[str, Any] = dict(complete(given, defaults=SHARDED_DEFAULTS))
     own = {name: asked.pop(name) for name in SHARDED_DEFAULTS if name not in DEFAULTS}
     alone = modules[0].shard_group.size() == 1
     scatter, gather = own["reduce_scatter"], own["all_gather"]

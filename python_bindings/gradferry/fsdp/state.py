@@ -268,16 +268,6 @@ class ShardedState(Averaging):
             )
         return found
 
-    def skip_step(self) -> NoReturn:
-        """Not here: a step that is skipped on all ranks may be known to another shard alone.
-
-        Raises:
-            StateError: always.
-        """
-        raise StateError(
-            "steps cannot be taken back under FSDP2, which has no exact_skip: leave out skip_step()"
-        )
-
     def __reduce__(self) -> NoReturn:
         raise StateError(
             "a ShardedState is connected to other ranks and cannot be copied or pickled: save its "

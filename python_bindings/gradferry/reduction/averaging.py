@@ -211,28 +211,6 @@ class Averaging(ABC):
         engine = self._running.engine
         return [] if engine is None else engine.events()
 
-    def skip_step(self) -> None:
-        """Declares that the gradients of the last step will not be used. Not collective.
-
-        Call it on every rank in place of an optimizer step that you skip although its gradients are
-        finite; the hook detects skips by a GradScaler itself. It restores the residuals from before
-        the step, to the bit. With ``grad_scaler`` the step of a hook began with the first synced
-        backward pass since an optimizer of the model stepped or since ``scaler.update()``; without,
-        it is the last synced backward pass. The step of a `Reducer` is its last call.
-
-        A `Reducer` knows of optimizers only if what it averages are the ``.grad`` of parameters
-        that were registered with it: with other tensors do not skip what was applied already.
-
-        Raises:
-            StateError: there is no ``exact_skip=True``, or this is the middle of a step, or an
-                optimizer has applied the step. A hook without ``grad_scaler`` also raises it if the
-                last two synced backward passes may belong to one step: between them no optimizer
-                stepped, no parameter was written in place and no step was skipped.
-        """
-        engine = self._engine_at_rest("skip a step")
-        if engine is not None:
-            engine.skip_step()
-
     def scale_residuals(self, factor: float) -> None:
         """Multiplies both residuals, and with them the momentum that they carry. Not collective.
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import Optimizer
 
 from gradferry import _native
 from gradferry.core.agreement import (
@@ -43,7 +42,6 @@ from gradferry.reduction.residual_tiles import (
     spread,
     zero_residual,
 )
-from gradferry.reduction.step_numbers import call_after_steps, was_skipped
 
 
 @dataclass
@@ -190,7 +188,7 @@ class Running:
         if self.delivers:
             parameters = tuple(replace(parameter, warmup=EXACT) for parameter in parameters)
         # With a weak reference to a tensor torch does not convert it in place.
-        reads = not self.of_parts and (self.config.check_every > 0 or self.config.exact_skip)
+        reads = not self.of_parts and self.config.check_every > 0
         if not self.config.passes_through:
             self.engine = start_engine(
                 self.config,
@@ -269,7 +267,7 @@ class Running:
         delivers: bool = False,
     ) -> None:
         """Replaces the codec, and the exchange if one is given. Collective; at the first bucket of
-        `step`, which begins an optimizer step.
+        `step`.
 
         Residuals move with their tiles, to new owners and, of a node, to new leaders. With
         another exchange every node gets the mean of the nodes' worker residuals. They are rescaled
@@ -319,8 +317,6 @@ class Running:
             # Nothing changed; but no later engine may have the hash of this one.
             vars(self).update({**vars(old), "switches": self.switches})
             raise
-        if self.engine is not None and old.engine is not None:
-            self.engine.take_place_of(old.engine)
         hook.use_engine(self.engine)
 
     def _take_over(
@@ -366,7 +362,7 @@ class Running:
 
     def undelivered(self) -> int:
         """How many parameters' residuals this rank has not delivered since an engine began to
-        deliver: no step has used them, or all such steps were skipped.
+        deliver: no step has used them, or no such step was finite.
         """
         assert self.engine is not None
         assert self._to_deliver is not None
@@ -495,19 +491,3 @@ def propose(
         collective=collective,
         of_parts=known_as is not None,
     )
-
-
-def end_optimizer_steps(running: Running) -> None:
-    """Has the engine know when an optimizer of the tensors in `running` has stepped. Only
-    ``exact_skip`` needs it.
-    """
-    if not running.config.exact_skip:
-        return
-    weak = weakref.ref(running)  # the model may outlive its hook
-
-    def end(optimizer: Optimizer) -> None:
-        running = weak()
-        if running is not None and running.engine is not None:
-            running.engine.end_optimizer_step(applied=was_skipped(optimizer) is False)
-
-    call_after_steps(end, index=running.index, owner=running)

@@ -223,7 +223,6 @@ class TensorCalls:
         if engine is None or self._engine_calls is None:
             self.buckets_passed += len(packed.buckets)
             return Work(_PassedThrough(packed.buckets, group), packed, self._end)
-        engine.end_optimizer_step(applied=False)  # whatever followed the last call, it was a step
         # On a device, handing over is no more than enqueueing behind the current stream.
         in_background = async_op and self._running.transport.on_host
         pending = self._engine_calls.start(packed.buckets, in_background=in_background)

@@ -128,9 +128,6 @@ void decode(const DecodeChunkCall& call) {
             });
             touched.write(call.flags, call.chunk.num_tiles * sizeof(uint32_t));
             touched.write(call.findings, sizeof(Findings));
-            if (call.step_nonfinite != nullptr) {
-              touched.write(call.step_nonfinite, sizeof(uint32_t));
-            }
             touch_progress(touched, call.chunk, call.received.num_messages);
           });
 }
@@ -201,7 +198,6 @@ void rescale(const RescaleCall& call) {
     if (call.loss_scale != nullptr) touched.read(call.loss_scale, sizeof(float));
     touched.write(call.residual_scale, sizeof(float));
     touched.write(call.gain, sizeof(float));
-    if (call.step_nonfinite != nullptr) touched.write(call.step_nonfinite, sizeof(uint32_t));
   });
 }
 
@@ -209,15 +205,6 @@ void scale(const ScaleCall& call) {
   enqueue(call.stream, "scale", host().messages.scale, call, call.num_elements,
           [=](const Touched& touched) {
             touched.read(call.factor, sizeof(float));
-            touched.write(call.values, call.num_elements * sizeof(float));
-          });
-}
-
-void take_back(const TakeBackCall& call) {
-  enqueue(call.stream, "take back", host().messages.take_back, call, call.num_elements,
-          [=](const Touched& touched) {
-            touched.read(call.step_nonfinite, sizeof(uint32_t));
-            touched.read(call.before, call.num_elements * sizeof(float));
             touched.write(call.values, call.num_elements * sizeof(float));
           });
 }
@@ -232,7 +219,7 @@ const DeviceLibrary& device_library() {
   static const DeviceLibrary result{kDeviceLibraryVersion,
                                     {&encode, &reduce, &decode, &accumulate},
                                     {&pack, &sum},
-                                    {&take_back, &rescale, &scale, &commit},
+                                    {&rescale, &scale, &commit},
                                     [](Stream /*stream*/) { return capturing.load(); }};
   return result;
 }

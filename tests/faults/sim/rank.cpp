@@ -159,9 +159,6 @@ void Rank::prepare(uint64_t number) {
   switch (step.before) {
     case Before::kNothing: return;
     case Before::kScaleResiduals: return engine_->scale_residuals(kAdded);
-    case Before::kSkipLast:
-      if (number != host_.playing.first_step) engine_->skip_step();
-      return;
     case Before::kAddToResidual:
       for (uint32_t i = 0; i < world_.parameters.size(); ++i) {
         const ParameterSpec& spec = world_.parameters[i];
@@ -241,7 +238,6 @@ void Rank::learn(uint64_t number, const std::vector<at::Tensor>& gradients) {
     if (!equal || count == 0) continue;
     parameter.narrow(0, 0, count).add_(gradients[b].narrow(0, 0, count).to(at::kFloat));
   }
-  engine_->end_optimizer_step(/*applied=*/false);  // the next one may skip it
 }
 
 // In shared memory it counts what it writes there.

@@ -44,7 +44,6 @@ World resized(const World& world) {
   }
   for (Step& step : other.steps) {
     step.used.resize(other.size, std::vector<uint8_t>(other.parameters.size(), 1));
-    if (step.before == Before::kSkipLast) step.before = Before::kNothing;
   }
   return other;
 }
@@ -92,11 +91,9 @@ Came check_world(const World& world) {
   came.ended_in_error = any_error(seen);
 
   const auto saved = world.resumes ? last_saved(world, seen) : std::nullopt;
-  // A step can be skipped only by the process that made it. Where a loss scale may differ, units do
-  // too; resizing is only for the state's own.
-  const bool goes_on = saved && *saved + 1 < world.steps.size() &&
-                       world.steps[*saved + 1].before != Before::kSkipLast &&
-                       !(world.resized != 0 && world.has_loss_scale);
+  // Where a loss scale may differ, units do too; resizing is only for the state's own.
+  const bool goes_on =
+      saved && *saved + 1 < world.steps.size() && !(world.resized != 0 && world.has_loss_scale);
   if (goes_on) {
     check_resume(world, seen, twin, *saved);
     came.resumed = true;

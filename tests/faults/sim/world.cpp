@@ -69,11 +69,10 @@ std::vector<std::vector<uint32_t>> draw_buckets(Choices& choices, const World& w
 Step draw_step(Choices& choices, const World& world) {
   Step step;
   if (world.has_loss_scale) step.loss_scale_exponent = static_cast<int>(choices.below(5)) - 2;
-  constexpr std::array kBefore = {Before::kNothing,       Before::kNothing,
-                                  Before::kNothing,       Before::kScaleResiduals,
-                                  Before::kAddToResidual, Before::kSkipLast};
+  constexpr std::array kBefore = {Before::kNothing,        Before::kNothing,
+                                  Before::kNothing,        Before::kNothing,
+                                  Before::kScaleResiduals, Before::kAddToResidual};
   step.before = choices.pick(kBefore);
-  if (step.before == Before::kSkipLast && !world.exact_skip) step.before = Before::kNothing;
   constexpr std::array kNumbers = {
       Numbers::kWhole, Numbers::kUniform, Numbers::kUniform, Numbers::kWide, Numbers::kZeros,
       Numbers::kTiny,  Numbers::kUniform, Numbers::kHuge,    Numbers::kNaN,  Numbers::kInfinity};
@@ -117,8 +116,8 @@ void draw_what_goes_wrong(Choices& choices, World& world) {
 
 // Drawn last: worlds without are what they would be if there were none.
 void draw_passes(Choices& choices, World& world) {
-  // These need every bucket.
-  if (world.momentum != 0 || world.exact_skip || !choices.one_in(4)) return;
+  // Momentum mode needs every bucket.
+  if (world.momentum != 0 || !choices.one_in(4)) return;
   for (Step& step : world.steps) {
     for (size_t i = 0; i < world.buckets.size(); ++i) step.passes.push_back(choices.one_in(3));
   }
@@ -139,7 +138,7 @@ const char* name_of(Numbers numbers) {
 }
 
 const char* name_of(Before before) {
-  constexpr std::array kNames = {"", " scaled", " added", " skipped"};
+  constexpr std::array kNames = {"", " scaled", " added"};
   return kNames[static_cast<size_t>(before)];
 }
 
@@ -187,7 +186,6 @@ World World::draw(Choices& choices) {
   world.compressed_warmup = world.warmup_steps != 0 && choices.below(2) == 1;
   world.momentum = gathers && choices.below(3) == 2 ? 0.9 : 0.0;
   world.raise_nonfinite = choices.below(4) == 3;
-  world.exact_skip = gathers && choices.below(4) == 3;
   world.has_loss_scale = choices.below(3) == 2;
   // Momentum mode needs the gradients of all parameters.
   world.may_be_unused = gathers && world.momentum == 0 && choices.below(4) == 3;
@@ -226,7 +224,6 @@ EngineOptions World::options(uint32_t rank, bool goes_wrong) const {
                         .compressed_warmup = compressed_warmup,
                         .momentum = momentum,
                         .raise_nonfinite = raise_nonfinite,
-                        .exact_skip = exact_skip,
                         .check_every = check_every,
                         .chunk_bytes = chunk_bytes,
                         .equal_scatter = equal_scatter,
@@ -257,7 +254,6 @@ std::string World::text() const {
   if (momentum != 0) text += ", momentum " + std::to_string(momentum);
   if (warmup_steps != 0) text += ", " + std::to_string(warmup_steps) + " warm-up steps";
   if (raise_nonfinite) text += ", NaN is an error";
-  if (exact_skip) text += ", exact_skip";
   if (has_loss_scale) text += ", loss scale";
   if (may_be_unused) text += ", find_unused";
   if (check_every != 0) text += ", check_every " + std::to_string(check_every);

@@ -26,7 +26,7 @@ enum class Numbers : uint8_t {
 };
 
 // What happens before a step, on all ranks.
-enum class Before : uint8_t { kNothing, kScaleResiduals, kAddToResidual, kSkipLast };
+enum class Before : uint8_t { kNothing, kScaleResiduals, kAddToResidual };
 
 struct Step {
   int loss_scale_exponent = 0;  // the scale is a power of two
@@ -60,7 +60,6 @@ struct World {
   bool compressed_warmup = false;
   double momentum = 0;
   bool raise_nonfinite = false;
-  bool exact_skip = false;
   bool has_loss_scale = false;
   bool may_be_unused = false;
   uint64_t check_every = 0;

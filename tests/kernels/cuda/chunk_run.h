@@ -182,8 +182,7 @@ class ChunkRun {
          r.gradient.data(),
          floats(r.worker),
          flags.data(),
-         &findings,
-         &step_nonfinite});
+         &findings});
     expect_clean();
   }
 
@@ -279,7 +278,6 @@ class ChunkRun {
   std::vector<uint32_t> verdicts;
   std::vector<uint32_t> flags;  // of the tiles decoded or accumulated last
   Findings findings{};
-  uint32_t step_nonfinite = 0;
 
  private:
   struct Place {
@@ -415,9 +413,8 @@ inline void expect_same_findings(ChunkRun& kernels, ChunkRun& host) {
   EXPECT_EQ(std::memcmp(&kernels.findings, &host.findings, sizeof(Findings)), 0)
       << "status " << kernels.findings.status << ", not " << host.findings.status << "; tile "
       << kernels.findings.nonfinite_tile << ", not " << host.findings.nonfinite_tile;
-  EXPECT_EQ(kernels.step_nonfinite, host.step_nonfinite);
   EXPECT_EQ(kernels.flags, host.flags);
-  for (ChunkRun* run : {&kernels, &host}) run->findings = {}, run->step_nonfinite = 0;
+  for (ChunkRun* run : {&kernels, &host}) run->findings = {};
 }
 
 inline void expect_same_encode(ChunkRun& kernels, ChunkRun& host) {

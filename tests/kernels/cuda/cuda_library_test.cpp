@@ -39,8 +39,7 @@ void encode_and_decode(const ChunkBatch& chunk) {
                           .gradient = nullptr,
                           .residual = nullptr,
                           .flags = nullptr,
-                          .findings = nullptr,
-                          .step_nonfinite = nullptr});
+                          .findings = nullptr});
 }
 
 TEST(CudaLibrary, HasKernelsForEveryCodecAndForMixtures) {

@@ -28,22 +28,13 @@ void rescale(const RescaleCall& call) {
   const GpuCopy loss(call.loss_scale, 1);
   const GpuCopy residual(call.residual_scale, 1);
   const GpuCopy gain(call.gain, 1);
-  const GpuCopy step_nonfinite(call.step_nonfinite, 1);
-  kernels().rescale({loss.get(), residual.get(), gain.get(), step_nonfinite.get(), nullptr});
+  kernels().rescale({loss.get(), residual.get(), gain.get(), nullptr});
 }
 
 void scale(const ScaleCall& call) {
   const GpuCopy factor(call.factor, 1);
   const GpuCopy values(call.values, call.num_elements);
   kernels().scale({factor.get(), values.get(), call.num_elements, nullptr});
-}
-
-void take_back(const TakeBackCall& call) {
-  const GpuCopy step_nonfinite(call.step_nonfinite, 1);
-  const GpuCopy values(call.values, call.num_elements);
-  const GpuCopy before(call.before, call.num_elements);
-  kernels().take_back(
-      {step_nonfinite.get(), values.get(), before.get(), call.num_elements, nullptr});
 }
 
 // Where offsets are far, tables have these more, and arrays begin so much earlier.
@@ -258,10 +249,9 @@ void decode_chunk(const DecodeChunkCall& call) {
   const GpuCopy residual(call.residual, extents.residual);
   const GpuCopy flags(call.flags, call.chunk.num_tiles);
   const GpuCopy findings(call.findings, 1);
-  const GpuCopy step_nonfinite(call.step_nonfinite, 1);
   cuda_library().chunks.decode({chunk.chunk, received.received, earlier(sent.get(), far_bytes()),
                                 gradient_of(gradient, call.chunk.dtype), residual_of(residual),
-                                flags.get(), findings.get(), step_nonfinite.get()});
+                                flags.get(), findings.get()});
 }
 
 void commit(const CommitCall& call) {
@@ -284,7 +274,7 @@ const DeviceLibrary& kernels_under_test() {
       kDeviceLibraryVersion,
       {&encode_chunk, &reduce_chunk, &decode_chunk, &accumulate_chunk},
       {&pack, &sum},
-      {&take_back, &rescale, &scale, &commit},
+      {&rescale, &scale, &commit},
       cuda_library().is_capturing};
   return library;
 }

@@ -84,8 +84,7 @@ struct Received {
          .gradient = gradient.data(),
          .residual = nullptr,
          .flags = flags.data(),
-         .findings = &findings,
-         .step_nonfinite = nullptr});
+         .findings = &findings});
     for (const uint64_t word : progress) EXPECT_EQ(word, 0u);
   }
   void expect_fault(WireStatus status, uint32_t rank, uint64_t expected, uint64_t received) {
@@ -210,30 +209,10 @@ TEST_P(Messages, TheFirstFaultStaysUnlessItIsAnEcho) {
   EXPECT_EQ(received.verdicts[0], static_cast<uint32_t>(WireStatus::kBadMagic));
 }
 
-TEST_P(Messages, TakeBackPutsEverythingBackOrNothing) {
-  for (const uint64_t n : {1, 4095, 4096, 4097, 10000}) {
-    std::vector<float> values(n), before(n);
-    for (uint64_t i = 0; i < n; ++i) {
-      values[i] = static_cast<float>(i);
-      before[i] = -values[i] - 1;
-    }
-    const std::vector<float> now = values;
-    uint32_t step_nonfinite = 0;
-    library().messages.take_back({&step_nonfinite, values.data(), before.data(), n, nullptr});
-    EXPECT_EQ(values, now);
-    step_nonfinite = 1;
-    library().messages.take_back({&step_nonfinite, values.data(), before.data(), n, nullptr});
-    EXPECT_EQ(values, before);
-    EXPECT_EQ(step_nonfinite, 1u);
-  }
-}
-
 TEST_P(Messages, RescaleGivesTheGainToThePresentLossScale) {
   float residual_scale = 0, gain = 0;
   const auto rescale = [&](const float* loss_scale) {
-    uint32_t step_nonfinite = 1;
-    library().messages.rescale({loss_scale, &residual_scale, &gain, &step_nonfinite, nullptr});
-    EXPECT_EQ(step_nonfinite, 0u);
+    library().messages.rescale({loss_scale, &residual_scale, &gain, nullptr});
     return gain;
   };
   const float first = 1024, second = 512, third = 3;

@@ -44,8 +44,7 @@ const DeviceLibrary& slow_library() {
        }},
       {[](const PackCall& call) { delay(call.stream), nodes().pack(call); },
        [](const SumCall& call) { delay(call.stream), nodes().sum(call); }},
-      {[](const TakeBackCall& call) { delay(call.stream), kernels().take_back(call); },
-       [](const RescaleCall& call) { delay(call.stream), kernels().rescale(call); },
+      {[](const RescaleCall& call) { delay(call.stream), kernels().rescale(call); },
        [](const ScaleCall& call) { delay(call.stream), kernels().scale(call); },
        [](const CommitCall& call) { delay(call.stream), kernels().commit(call); }},
       cuda_library().is_capturing};
