@@ -161,7 +161,7 @@ class TensorCalls:
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors, in order, as registered."""
+        """The names of the tensors, in the order of registration."""
         return list(self._names)
 
     def all_reduce(self, tensors: Tensors | None, async_op: bool) -> Work | None:
