@@ -253,7 +253,13 @@ def case_count(scenario: Scenario, steps: int) -> tuple[int, list[dict[str, int]
         # The gain, and the commit of the step before.
         pytest.param(dataclasses.replace(SCENARIO, codec="q4"), 2, id="four codecs"),
         pytest.param(scenario_on("2+1", SCENARIO, codec="q4", rules=()), 2, id="nodes"),
-        pytest.param(dataclasses.replace(SCENARIO, codec="sign1", **MOMENTUM), 2, id="momentum"),
+        pytest.param(
+            dataclasses.replace(
+                SCENARIO, codec="sign1", error_feedback="auto", options={"momentum": 0.9}
+            ),
+            2,
+            id="momentum",
+        ),
     ],
 )
 def test_a_step_allocates_nothing_never_waits_and_takes_three_launches_per_chunk(

@@ -472,7 +472,7 @@ class GlobalParameters:
             return message
 
         packed = pack(self.outer, with_state=anybody) if gives else b""
-        (size,) = travel(torch.tensor([len(packed)])).tolist()
+        (size,) = travel(torch.tensor([len(packed)], dtype=torch.int64, device="cpu")).tolist()
         if not 0 < size < 1 << 40:
             raise ProtocolError(f"a rank says that its outer optimizer has {size} bytes")
         data = bytearray(packed.ljust(size, b"\0"))
