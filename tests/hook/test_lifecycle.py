@@ -8,18 +8,23 @@ import gc
 import itertools
 import pickle
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gradferry
 import numpy as np
 import pytest
 import scenario as scenarios
+import torch
 import torch.distributed as dist
+from gradferry.core import agreement
 from on_ranks import on_ranks
 from residual_sums import reference_of
 from scenario import Run, Scenario, Weight, assert_all_bit_equal, assert_bit_equal, hooked
 from stepping import warned
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World, thread_names
 
@@ -280,3 +285,40 @@ def test_two_wrappers_of_one_module_keep_apart(world_of_2: World, native: bool) 
             assert answer["steps"] == [3, 3]
             got = answer["gradients"][step]
             assert [g.tobytes() for g in got] == [e.tobytes() for e in expected[rank]], step
+
+
+groups: list[dist.ProcessGroup] = []  # are kept: the others would see that one is gone
+
+
+def case_interrupted(reducer: bool, call: int) -> tuple[str, ...]:
+    """What a rank of a new group raises if rank 1 is interrupted at one of its records."""
+    groups.append(group := dist.new_group(timeout=timedelta(minutes=10)))
+    calls = itertools.count()
+    gather = agreement._gather_records
+
+    def interrupt(*arguments: Any) -> Any:
+        if dist.get_rank() == 1 and next(calls) == call:
+            raise KeyboardInterrupt
+        return gather(*arguments)
+
+    with mock.patch.object(agreement, "_gather_records", interrupt):
+        try:
+            if reducer:
+                gradferry.Reducer({"gradient": torch.ones(50, 50)}, "q4", group)
+            else:
+                ddp = DistributedDataParallel(nn.Linear(50, 50), process_group=group)
+                gradferry.attach(ddp, "q4")
+        except BaseException as error:
+            return type(error).__name__, str(error)
+    return ()
+
+
+@pytest.mark.parametrize(("reducer", "call"), [(False, 0), (False, 1), (True, 0), (True, 1)])
+def test_an_interrupt_at_attach_is_told_to_the_others(
+    world_of_2: World, reducer: bool, call: int
+) -> None:
+    """They would wait for ten minutes otherwise."""
+    other, interrupted = world_of_2.run(case_interrupted, reducer=reducer, call=call)
+    assert interrupted[0] == "KeyboardInterrupt"
+    assert other[0] == "PeerError"
+    assert "rank 1" in other[1]

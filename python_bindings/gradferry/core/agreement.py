@@ -18,6 +18,7 @@ from gradferry._build_info import GRADFERRY_VERSION
 from gradferry.core.meeting import (
     NO_STORE,
     absent_after_loss,
+    say_failed,
     wait_or_hear,
     world_ranks,
 )
@@ -203,6 +204,20 @@ def most_of_ranks(
     return result
 
 
+@contextmanager
+def interrupts_told(group: dist.ProcessGroup) -> Iterator[None]:
+    """Whatever interrupts this rank within, such as Ctrl-C, is told to the others, which wait for
+    it no longer. Exceptions in the narrow sense are told as errors.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:
+        say_failed(group)
+        raise
+
+
 def on_all_ranks(
     act: Callable[[], Record | None],
     group: dist.ProcessGroup,
@@ -218,13 +233,14 @@ def on_all_ranks(
         place: a device that the group has a backend for.
         where: begins the text of an error.
     """
-    try:
-        record = act() or {}
-    except Exception as error:
-        record = error_record(error)
-        if where is not None:
-            record["message"] = f"{where}: {record['message']}"
-    records = gather_records(record, group, place)
+    with interrupts_told(group):
+        try:
+            record = act() or {}
+        except Exception as error:
+            record = error_record(error)
+            if where is not None:
+                record["message"] = f"{where}: {record['message']}"
+        records = gather_records(record, group, place)
     raise_first_error(records, group)
     return records
 

@@ -13,6 +13,7 @@ from gradferry.core.agreement import (
     Record,
     error_record,
     gather_records,
+    interrupts_told,
     meeting_place,
     raise_first_error,
     raise_first_mismatch,
@@ -47,12 +48,13 @@ def agree(
     """
     place = meeting_place(shard_group, modules[0].device)
     chosen: list[Choice] = []
-    try:
-        chosen.append(choose_here())
-        record = chosen[0].record()
-    except Exception as error:
-        record = error_record(error)
-    records = gather_records(record, shard_group, place)
+    with interrupts_told(shard_group):
+        try:
+            chosen.append(choose_here())
+            record = chosen[0].record()
+        except Exception as error:
+            record = error_record(error)
+        records = gather_records(record, shard_group, place)
     raise_first_error(records, shard_group)
     raise_first_mismatch(records, shard_group)
     return chosen[0]

@@ -13,6 +13,7 @@ from gradferry.core.agreement import (
     Record,
     error_record,
     gather_records,
+    interrupts_told,
     meeting_place,
     raise_first_error,
     raise_first_mismatch,
@@ -83,13 +84,14 @@ def start(
     longest = patience(group, place)
     meet(group, longest, purpose)
     running: Running | None = None
-    try:
-        running = propose()
-        record = running.record()
-    except Exception as error:
-        record = error_record(error)
-    mine = {"nonce": uuid.uuid4().hex, "identity": vars(identity()), "record": record}
-    envelopes = gather_records(mine, group, place)
+    with interrupts_told(group):
+        try:
+            running = propose()
+            record = running.record()
+        except Exception as error:
+            record = error_record(error)
+        mine = {"nonce": uuid.uuid4().hex, "identity": vars(identity()), "record": record}
+        envelopes = gather_records(mine, group, place)
     # A rank that makes something else, such as a DiLoCo, has no envelope around its record.
     records = [_record(envelope.get("record", envelope)) for envelope in envelopes]
     raise_first_error(records, group)
@@ -114,9 +116,10 @@ def start(
     try:
         if outcome:
             say_failed(group)  # the others wait for this rank's connections
-        # A rank that could not connect must still tell the others.
-        meet(group, longest, "connect")
-        raise_first_error(gather_records(outcome, group, place), group)
+        with interrupts_told(group):
+            # A rank that could not connect must still tell the others.
+            meet(group, longest, "connect")
+            raise_first_error(gather_records(outcome, group, place), group)
     except BaseException:
         built = running = None  # otherwise the traceback would keep the connections alive
         if interrupted is not None:
