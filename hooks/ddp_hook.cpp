@@ -48,8 +48,9 @@ void BucketHook::call_at(uint64_t step, StepCallback callback, const std::string
 }
 
 void BucketHook::count(const c10d::GradBucket& bucket) {
-  if (!steps_.add(indices_of(bucket))) return;
+  const bool begins = steps_.add(indices_of(bucket));
   if (ends_with_passes_) end_step_after_pass();
+  if (!begins) return;
   std::vector<StepCallback> due;  // collected first: callbacks may use call_at()
   for (auto call = calls_.begin(); call != calls_.end();) {
     if (call->second.step <= steps_.step()) {
@@ -62,13 +63,15 @@ void BucketHook::count(const c10d::GradBucket& bucket) {
   for (const StepCallback& callback : due) callback(shared_from_this(), steps_.step());
 }
 
-// autograd runs its callbacks at the end of a pass that succeeded. One that was abandoned leaves
-// the step open: its residuals belong to no state.
+// autograd runs its callbacks at the end of a pass that succeeded. A pass may have others within,
+// of reentrant checkpoints, and a callback belongs to the innermost: so every bucket brings one,
+// and those within a node of another pass do nothing. One that was abandoned leaves the step open:
+// its residuals belong to no state.
 void BucketHook::end_step_after_pass() {
   if (torch::autograd::get_current_graph_task_id() < 0) return;  // of a rank that waits in join()
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
     const auto hook = weak.lock();
-    if (!hook) return;
+    if (!hook || torch::autograd::get_current_node()) return;
     hook->steps_.end();
     if (hook->engine_) hook->engine_->end_step();
   });

@@ -121,7 +121,7 @@ class Reducer(Averaging):
             purpose="come to make a Reducer",
         )
         self._watches = False  # the optimizer
-        self._averaged: list[torch.Tensor] = []  # in the last call, in order
+        self._averaged: list[weakref.ref[torch.Tensor]] = []  # in the last call, in order
         # What reads parameters themselves, or concerns their optimizer.
         self._reads = bool(running.config.check_every or running.config.momentum)
         if self._reads:
@@ -169,7 +169,7 @@ class Reducer(Averaging):
         if isinstance(tensors, Mapping):
             tensors = [tensors[name] for name in self._calls.names if name in tensors]
         if self._reads:
-            self._averaged = list(tensors)
+            self._averaged = [weakref.ref(each) for each in tensors]
         gradients = {id(p.grad) for p in running.tensors() if p.is_leaf and p.grad is not None}
         if not self._watches and any(id(each) in gradients for each in tensors):
             self._watches = True
@@ -180,14 +180,14 @@ class Reducer(Averaging):
         registered ones.
         """
         trained = {id(p.grad): p for group in optimizer.param_groups for p in group["params"]}
-        averaged = [trained.get(id(each)) for each in self._averaged]
-        if not any(each is not None for each in averaged):
-            return
-        self._averaged = []  # not longer than until a step
-        tensors = zip(self._calls.names, averaged, self._started.tensors(), strict=False)
-        for name, mine, registered in tensors:
-            other = mine is not None and mine is not registered
-            if other and isinstance(registered, torch.nn.Parameter):
+        tensors = zip(self._calls.names, self._averaged, self._started.tensors(), strict=False)
+        for name, reference, registered in tensors:
+            gradient = reference()
+            if gradient is None or not isinstance(registered, torch.nn.Parameter):
+                continue
+            # A copy of a parameter, such as fp32 master weights, may have its gradient, too.
+            is_own = trained.get(id(gradient), registered) is registered
+            if not is_own and registered.grad is not gradient:
                 self._calls.fail(
                     f"what was averaged as {name!r} is the gradient of another parameter than the "
                     "one that was registered, which momentum= and check_every= look at: make a "

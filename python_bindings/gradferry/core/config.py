@@ -450,7 +450,10 @@ def count(argument: str, value: int) -> int:
 
 def _rules(given: Sequence[Mapping[str, Any]]) -> tuple[Rule, ...]:
     if not isinstance(given, Sequence):
-        raise ConfigError(f"rules={given!r} must be a list of dicts")
+        raise ConfigError(
+            f"rules={given!r} must be a list of dicts, such as "
+            '[{"name": "*.bias", "codec": "exact"}]'
+        )
     return tuple(_parse_rule(rule, index) for index, rule in enumerate(given))
 
 

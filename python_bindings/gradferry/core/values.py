@@ -7,9 +7,9 @@ import operator
 
 def as_whole(value: object) -> int | None:
     """The value if it is a whole number, also one of NumPy or torch; no bool is."""
-    if isinstance(value, bool):
+    if "bool" in str(getattr(value, "dtype", type(value))) or getattr(value, "ndim", 0):
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, RuntimeError):  # of a tensor without a value
         return None

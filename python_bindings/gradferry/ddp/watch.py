@@ -158,12 +158,20 @@ class ModelWatch:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Replaces the method of this name of the model, and notes when a pass was under it."""
+        """Replaces the method of this name of the model, and notes when a pass that trains it was
+        under it: not an evaluation, or a pass through frozen parameters.
+        """
         ddp = self._model()
         assert ddp is not None  # its attribute is being called
-        with type(ddp).no_sync(ddp):
+        trained = False
+
+        def note(module: torch.nn.Module, _: object) -> None:
+            nonlocal trained
+            trained |= torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+
+        with type(ddp).no_sync(ddp), ddp.register_forward_pre_hook(note):
             yield
-        if forward_was_local(ddp):
+        if trained:
             self._unsynced_after = self._hook.finished_steps()
 
     def inspect(self, optimizer: Optimizer, may_take_long: bool) -> str | None:
@@ -188,7 +196,9 @@ class ModelWatch:
 
     def _steps_too_early(self, used: Collection[int]) -> bool:
         ddp = self._model()
-        if torch._C._current_graph_task_id() < 0 or ddp is None or forward_was_local(ddp):
+        if torch._C._current_graph_task_id() < 0 or ddp is None:
+            return False
+        if forward_was_local(ddp) and self.is_local():  # the first alone may be an evaluation
             return False
         running = self._running
         acts = running.transport.exchanges or running.config.momentum
