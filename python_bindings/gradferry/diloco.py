@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 import uuid
 import weakref
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypedDict
 
 import torch
@@ -268,7 +270,9 @@ class DiLoCo:
         self._before: dict[str, Any] | None = None
         self._after: dict[str, Any] | None = None
         self._loaded: _Loaded | None = None
-        self._local: list[torch.Tensor] | None = None  # kept, within global_parameters()
+        # Kept within global_parameters(): where the model was, and what `_loaded_now` was.
+        self._local: list[torch.Tensor] | None = None
+        self._loaded_before: list[torch.Tensor] | None = None
         self._outer_ms = self._period_ms = 0.0
         self._last_end = time.monotonic()
         problem: Exception | None = None
@@ -303,7 +307,9 @@ class DiLoCo:
 
     # --- inner steps ---
 
-    def _before_step(self, *_: object) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if _is_inner_call(optimizer):
+            return
         if self._local is not None:
             raise StateError(
                 "an optimizer cannot step within global_parameters(), whose end takes back the "
@@ -324,6 +330,8 @@ class DiLoCo:
             self._global.mark()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if _is_inner_call(optimizer):
+            return
         found = getattr(optimizer, "found_inf", None)  # GradScaler has fused optimizers skip a step
         if isinstance(found, torch.Tensor) and found.item():
             return
@@ -668,7 +676,7 @@ class DiLoCo:
 
         def position() -> Record:
             self._global.expect_same_model()
-            is_left = bool(self._since) or self._loaded is not None
+            is_left = bool(self._since or self._loaded or self._global.apart())
             return {"call": _FINISH, "outer_steps": self._outer_steps, "is_left": is_left}
 
         def is_left(records: list[Record]) -> bool:
@@ -707,7 +715,7 @@ class DiLoCo:
         """
         self._expect_local("accept parameters")
         self._loaded = None
-        self._global.mark()
+        self._global.accept()
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -720,7 +728,7 @@ class DiLoCo:
         self._global.expect_same_model()
         kept, outermost = self._global.local_copy(), self._local is None
         if outermost:
-            self._look()
+            self._loaded_before = self._loaded_now()
             self._local = kept
         self._global.show()
         try:
@@ -729,7 +737,6 @@ class DiLoCo:
             self._global.move_back(kept)
             if outermost:
                 self._local = None
-                self._global.mark()
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank must save, beside its model and optimizer, to continue with the same bits,
@@ -745,9 +752,18 @@ class DiLoCo:
             "format": _FORMAT,
             **{key: getattr(self, field) for key, field in _COUNTS.items()},
             **self._global.saved(self._local),
-            "loaded": self._loaded and self._loaded.copies,
+            "loaded": self._loaded_now(),
             "reducer": self._before or self._reducer.state_dict(),
         }
+
+    def _loaded_now(self) -> list[torch.Tensor] | None:
+        """What was loaded, also since the last step, which nothing has looked at."""
+        if self._local is not None:
+            return self._loaded_before
+        at_start = not self._since and not self._stepped
+        if self._global.changed(at_start=at_start):
+            return self._global.copies() if self._global.apart() else None
+        return self._loaded and self._loaded.copies
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
         """Restores what `state_dict` returned on this rank. Load model and optimizer, too, before
@@ -818,6 +834,22 @@ class DiLoCo:
                 f"{self._period_ms:.0f} ms of training{self._advice()}"
             )
         return "\n".join([*lines, str(self._reducer)])
+
+
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
+
+
+def _is_inner_call(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the ``step()`` whose hook asks was called by that of a subclass. torch wraps the
+    methods of both classes, so that hooks are called twice. A counter would be wrong for ever once
+    a ``step()`` has raised.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    calls = 0
+    while frame is not None:
+        calls += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return calls > 1
 
 
 # --- what other ranks have sent -------------------------------------------------------------------

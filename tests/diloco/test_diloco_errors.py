@@ -541,3 +541,87 @@ def test_step_of_one_of_two_optimizers_within_global_parameters_is_refused() -> 
     assert diloco.stats()["inner_steps"] == 0
     weights.step()
     assert diloco.stats()["inner_steps"] == 1
+
+
+# --- what is no change, or one that counts --------------------------------------------------------
+
+
+class Nested(torch.optim.SGD):
+    """torch hooks both this step() and that which it calls."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def trained(steps: int, around: Callable[[gradferry.DiLoCo, nn.Module, int], Any]) -> torch.Tensor:
+    """The model after these steps with gradients of this rank, and finish(); `around` is called
+    before each step and before finish().
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    optimizer = Nested(model.parameters(), lr=0.01)
+    diloco = gradferry.DiLoCo(model, optimizer, sync_every=3, codec="exact")
+    for step in range(steps + 1):
+        diloco = around(diloco, model, step) or diloco
+        if step == steps:
+            break
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(8, 16, generator=generator)).square().mean().backward()
+        optimizer.step()
+    assert diloco.stats()["inner_steps"] == steps
+    diloco.finish()
+    assert are_equal(of_all(bits_of(model)))
+    return flat(model.parameters())
+
+
+def swapped(diloco: gradferry.DiLoCo, model: nn.Module, step: int) -> None:
+    """An average of weights is swapped in, the global parameters are looked at, and it goes out."""
+    kept = copy.deepcopy(model.state_dict())
+    model.load_state_dict({key: torch.full_like(each, 7.0) for key, each in kept.items()})
+    with diloco.global_parameters():
+        pass
+    model.load_state_dict(kept)
+
+
+def loaded(at: int, saves: bool) -> Callable[[gradferry.DiLoCo, nn.Module, int], Any]:
+    def load(diloco: gradferry.DiLoCo, model: nn.Module, step: int) -> None:
+        if step == at:
+            model.load_state_dict(
+                {k: torch.full_like(v, 2.0) for k, v in model.state_dict().items()}
+            )
+            if saves:
+                diloco.load_state_dict(diloco.state_dict())
+
+    return load
+
+
+def accepted(at: int, swaps: bool) -> Callable[[gradferry.DiLoCo, nn.Module, int], Any]:
+    def clip(diloco: gradferry.DiLoCo, model: nn.Module, step: int) -> None:
+        if step == at:
+            with torch.no_grad():
+                model.weight.clamp_(-0.05 - 0.01 * dist.get_rank(), 0.05)
+            diloco.accept_local()
+        if swaps and step >= at:
+            swapped(diloco, model, step)
+
+    return clip
+
+
+@on_ranks()
+def test_a_swap_there_and_back_is_no_change() -> None:
+    assert torch.equal(trained(7, swapped), trained(7, lambda *_: None))
+
+
+@pytest.mark.parametrize("at", range(8))
+@on_ranks()
+def test_a_load_is_known_to_a_state_saved_before_the_next_step(at: int) -> None:
+    assert torch.equal(trained(7, loaded(at, saves=True)), trained(7, loaded(at, saves=False)))
+
+
+@pytest.mark.parametrize("at", [0, 3, 4, 6, 7])
+@on_ranks()
+def test_accepted_parameters_count_from_the_period_on_in_which_they_changed(at: int) -> None:
+    clipped = trained(7, accepted(at, swaps=False))
+    assert not torch.equal(clipped, trained(7, lambda *_: None))
+    assert torch.equal(trained(7, accepted(at, swaps=True)), clipped)

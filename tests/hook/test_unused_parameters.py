@@ -28,6 +28,7 @@ from scenario import ChosenGradients, Scenario, Weight, attach, hooked
 from stepping import slot, warned
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from world import World
 
 Worlds = Callable[[int], World]
@@ -241,9 +242,10 @@ class Branches(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
 
-    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, used: list[int], nested: bool = False) -> torch.Tensor:
         for number in used:
-            x = self.layers[number](x)
+            layer = self.layers[number]
+            x = checkpoint(layer, x, use_reentrant=True) if nested else layer(x)
         return x
 
 
@@ -295,6 +297,18 @@ def test_a_step_without_all_buckets_ends_with_its_pass(native: bool) -> None:
             assert steps == steps_of_all
             assert all(torch.equal(kept[key], each) for key, each in kept_of_all.items())
             assert all(map(torch.equal, parameters, of_all))
+
+
+@needs_skips
+@on_ranks()
+def test_passes_within_a_pass_end_no_step() -> None:
+    """Reentrant checkpoints run a backward pass of their own for each layer."""
+    options = {"find_unused_parameters": False, "static_graph": True, SKIPS: True}
+    ddp = DistributedDataParallel(Branches(), bucket_cap_mb=0.001, **options)
+    state = hooked(ddp)
+    for step in range(5):
+        ddp(torch.ones(2, 40, requires_grad=True), [0, 1, 3], nested=True).sum().backward()
+        assert state.stats()["total_steps"] == step + 1
 
 
 @needs_skips

@@ -347,9 +347,10 @@ def test_hook_that_is_not_called_once_in_a_while_is_warned_about(
         assert "no_sync()" in text
 
 
+@pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize("everywhere", [True, False])
 @on_ranks()
-def test_optimizer_in_backward_ends_all_ranks(everywhere: bool) -> None:
+def test_optimizer_in_backward_ends_all_ranks(everywhere: bool, looks: bool) -> None:
     """It steps on the gradients of its rank, before they are averaged."""
     training = Training()
     hooked(training.ddp)
@@ -357,9 +358,18 @@ def test_optimizer_in_backward_ends_all_ranks(everywhere: bool) -> None:
     mine = everywhere or dist.get_rank() == 0
     if mine:
         training.model[2].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    with training.ddp.no_sync():  # as in local SGD, where that is meant
-        training.train(2, lambda *_, **__: optimizer)
-    outcome = attempt(lambda: training.train(1, lambda *_, **__: optimizer))
+    if not looks:
+        with training.ddp.no_sync():  # as in local SGD, where that is meant
+            training.train(2, lambda *_, **__: optimizer)
+
+    def step() -> None:
+        made = training.ddp(inputs(0)).sum()
+        if looks:
+            with torch.no_grad():  # an evaluation is no local pass
+                training.ddp(inputs(1))
+        made.backward()
+
+    outcome = attempt(step)
     assert outcome.error == ("StateError" if mine else "PeerError")
     assert "SGD steps inside the backward pass" in outcome.text
     assert "Call step() after backward()" in outcome.text
@@ -449,6 +459,21 @@ def test_steps_without_a_pass_that_are_meant_raise_no_alarm() -> None:
                 training.ddp(inputs(step)).sum().backward()
             if step % 4 == 3:
                 optimizer.step()
+    with texts(__file__) as said["evaluation"]:
+        for step in range(8):
+            training.ddp(inputs(step)).sum().backward()
+            with training.ddp.no_sync(), torch.no_grad():
+                training.ddp(inputs(step))
+            optimizer.step()
+    with texts(__file__) as said["frozen discriminator"]:
+        for step in range(8):
+            discriminator.ddp(inputs(step)).sum().backward()
+            discriminator.model.requires_grad_(False)
+            with discriminator.ddp.no_sync():
+                discriminator.ddp(generator.ddp(inputs(step))).sum().backward()
+            discriminator.model.requires_grad_(True)
+            two.step()
+            one.step()
     with texts(__file__) as said["zero"]:
         training = Training()
         hooked(training.ddp)

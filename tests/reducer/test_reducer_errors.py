@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -325,7 +326,9 @@ def test_registered_parameters_are_compared(world_of_2: World) -> None:
 
 
 def case_replaced(step: int, by_name: bool) -> Outcome:
-    """Every rank loads weights with assign=True before a step, and steps on those from then on."""
+    """Every rank loads weights with assign=True before a step, and steps on those from then on: the
+    bias first, with an optimizer of its own, and with master weights before that.
+    """
     model = torch.nn.Linear(40, 50)
     reducer = gradferry.Reducer(model.named_parameters(), "q4", check_every=2)
     original = dict(model.named_parameters())
@@ -338,12 +341,16 @@ def case_replaced(step: int, by_name: bool) -> Outcome:
             if number < step:
                 for name, parameter in original.items():
                     setattr(model, name, parameter)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parts = [torch.optim.SGD([p], lr=0.1) for p in (model.bias, model.weight)]
         model(torch.ones(2, 40)).sum().backward()
         gradients = {name: each.grad for name, each in model.named_parameters()}
         reducer.all_reduce(gradients if by_name else list(gradients.values()))
-        optimizer.step()
-        optimizer.zero_grad()
+        masters = [each.detach().clone().requires_grad_() for each in gradients.values()]
+        for master, gradient in zip(masters, gradients.values(), strict=True):
+            master.grad = gradient
+        for part in [torch.optim.SGD(masters, lr=0.1), *parts] if number < step else parts:
+            part.step()
+        model.zero_grad()
 
     for number in range(step):
         train(number)
@@ -357,8 +364,22 @@ def test_parameters_that_replaced_registered_ones_are_named(
 ) -> None:
     for outcome in world_of_2.run(case_replaced, step=step, by_name=by_name):
         assert outcome.error == "StateError"
-        assert "'weight' is the gradient of another parameter" in outcome.text
+        assert "'bias' is the gradient of another parameter" in outcome.text
         assert "make a new Reducer" in outcome.text
+
+
+def case_let_go() -> bool:
+    """Whether tensors that were averaged, and are no gradients, are freed."""
+    reducer = gradferry.Reducer(torch.nn.Linear(40, 50).named_parameters(), "q4", check_every=2)
+    deltas = [torch.ones(50, 40), torch.ones(50)]
+    reducer.all_reduce(deltas)
+    kept = [weakref.ref(each) for each in deltas]
+    del deltas
+    return all(each() is None for each in kept)
+
+
+def test_a_reducer_that_reads_parameters_keeps_no_averages(world_of_2: World) -> None:
+    assert world_of_2.run(case_let_go) == [True] * 2
 
 
 def case_nonfinite() -> list[Outcome]:

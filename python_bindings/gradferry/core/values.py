@@ -7,7 +7,8 @@ import operator
 
 def as_whole(value: object) -> int | None:
     """The value if it is a whole number, also one of NumPy or torch; no bool is."""
-    if "bool" in str(getattr(value, "dtype", type(value))) or getattr(value, "ndim", 0):
+    is_bool = "bool" in str(getattr(value, "dtype", type(value)))
+    if is_bool or getattr(value, "ndim", 0) != 0:
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]

@@ -92,6 +92,7 @@ class GlobalParameters:
         self.make_changes()
         self.outer = _outer_optimizer(make_outer, self.tensors)
         self._made = [type(self.outer).__name__, *described(self.outer)]
+        self._accepted = False
         self.mark()
 
     def make_changes(self) -> None:
@@ -255,6 +256,11 @@ class GlobalParameters:
         self._hashes: list[int] | None = None  # of the model in a state that was loaded
         self._places, self._sample = self._places_now(), self._sample_now()
 
+    def accept(self) -> None:
+        """Does what `mark` does, where the period begins with other parameters than the global."""
+        self.mark()
+        self._accepted = True
+
     def local_hashes(self, local: Sequence[torch.Tensor] | None = None) -> list[int]:
         """A hash of the bits of each parameter of the model, or of what `local_copy` returned."""
         return _native.parameter_hashes(list(local or self._local()))
@@ -272,6 +278,7 @@ class GlobalParameters:
             at_start: of a period, where the model had the global parameters.
         """
         places = self._places_now()
+        at_start = at_start and not self._accepted
         if self._hashes is not None:
             pairs = zip(self.names, self._hashes, self.local_hashes(), strict=True)
             names = [name for name, was, now in pairs if was != now]
@@ -306,7 +313,9 @@ class GlobalParameters:
     @torch.no_grad()
     def _sample_now(self) -> torch.Tensor:
         parts = [_sample_of(_own_part(each)) for each in self._parameters.values()]
-        return torch.cat([each.to(parts[0].device) for each in parts])
+        if len({(each.device, each.dtype) for each in parts}) > 1:
+            parts = [each.to(parts[0].device, torch.float64) for each in parts]
+        return torch.cat(parts).double()
 
     def _copies_in_optimizers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Which tensors in the state of optimizers are the model's parameters, such as master
@@ -380,6 +389,7 @@ class GlobalParameters:
     @torch.no_grad()
     def go_on_from_here(self) -> None:
         """Moves the model, and the copies of it that optimizers keep, to the global parameters."""
+        self._accepted = False
         copies = self._copies_in_optimizers()
         self.show()
         for copy, start in copies:
@@ -606,17 +616,21 @@ def _own_part(tensor: Any) -> torch.Tensor:
 
 
 def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements from all over it, in fp64."""
+    """Elements from all over it."""
     count = tensor.numel()
     size, step = min(count, _SAMPLE), max(1, count // _SAMPLE)
-    places = zip(tensor.shape, tensor.stride(), strict=True)
-    if tensor.is_contiguous() or sum((n - 1) * stride for n, stride in places) + 1 == count:
+    if tensor.is_contiguous() or _is_dense(tensor):
         part = tensor.as_strided((size,), (step,))  # in any order, and no copy
     else:
         part = tensor.reshape(-1)[::step][:size]
     if part.is_complex():
         part = torch.view_as_real(part).reshape(-1)
-    return part.double()
+    return part
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    places = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((n - 1) * stride for n, stride in places) + 1 == tensor.numel()
 
 
 def _are_equal(copy: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -720,6 +734,11 @@ def checked_optimizers(given: object) -> list[torch.optim.Optimizer]:
         if not isinstance(each, torch.optim.Optimizer):
             raise ConfigError(
                 f"optimizer={type(each).__name__} is no torch.optim.Optimizer, nor a list of them"
+            )
+        if not hasattr(each, "_optimizer_step_pre_hooks"):
+            raise ConfigError(
+                f"optimizer={type(each).__name__} was made without Optimizer.__init__ and has no "
+                "hooks; give the one that it wraps, such as optimizer.optimizer"
             )
     if not optimizers:
         raise ConfigError("optimizer=[] has no optimizer")
