@@ -96,7 +96,9 @@ class Complex(nn.Module):
 
 
 def case_gradients(kind: str, compressed: bool) -> list[tuple[str, np.ndarray]]:
-    """Of two passes, with their dtypes. `kind`: complex, or the grad_dtype that parameters get."""
+    """Of two passes, with their dtypes, or the error of FSDP2: torch 2.11 has some for another
+    grad_dtype than that of the gradients. `kind`: complex, or the grad_dtype that parameters get.
+    """
     mesh = TWO.mesh()["shard"]
     if kind == "complex":
         model: Any = fully_shard(Complex(), mesh=mesh)
@@ -111,7 +113,10 @@ def case_gradients(kind: str, compressed: bool) -> list[tuple[str, np.ndarray]]:
     found = []
     for _ in range(2):
         model.zero_grad()
-        model(batch).backward()
+        try:
+            model(batch).backward()
+        except RuntimeError as error:
+            return [(str(error), np.zeros(0))]
         grads = [p.grad.to_local() for p in in_order(model)]
         found += [
             (str(grad.dtype), torch.view_as_real(grad.to(torch.complex64)).numpy().copy())
