@@ -12,6 +12,7 @@ import atexit
 
 from gradferry import _native, checkpoint, fsdp, optim
 from gradferry._build_info import PACKAGE_VERSION
+from gradferry.averaging.step_numbers import Stats
 from gradferry.core.options import Options
 from gradferry.ddp.attach import attach, hook
 from gradferry.ddp.state import HookState
@@ -29,7 +30,6 @@ from gradferry.errors import (
 )
 from gradferry.kept_reducers import all_reduce, forget
 from gradferry.reducer import Reducer, Work
-from gradferry.reduction.step_numbers import Stats
 from gradferry.tensor import accumulate, decode, encode
 
 __version__ = PACKAGE_VERSION

@@ -32,16 +32,16 @@ import torch
 import torch.distributed as dist
 
 from gradferry import _native
-from gradferry.core.agreement import Record, meeting_place, on_all_ranks
+from gradferry.averaging.handle import Averaging
+from gradferry.averaging.start import usable_group
+from gradferry.averaging.tensor_calls import short
+from gradferry.core.agreement import Record, on_all_ranks, rendezvous_place
 from gradferry.core.content_file import durable_file, read_content, write_content
-from gradferry.core.meeting import world_ranks
+from gradferry.core.rendezvous import world_ranks
 from gradferry.core.values import as_whole
 from gradferry.core.warn import warn_or_log
 from gradferry.errors import ConfigError, ProtocolError, StateError
-from gradferry.reduction.averaging import Averaging
-from gradferry.reduction.saved_state import merge
-from gradferry.reduction.start import usable_group
-from gradferry.reduction.tensor_calls import short
+from gradferry.residuals.saved_state import merge
 
 __all__ = ["ResizedState", "exists", "load", "load_all", "merge", "save"]
 
@@ -83,7 +83,7 @@ def save(
     """
     group = usable_group(group)
     rank = group.rank()
-    place = meeting_place(group, torch.device(group._device_types[0].type))
+    place = rendezvous_place(group, torch.device(group._device_types[0].type))
     token = uuid.uuid4().hex[:16]
 
     path: Path | None = None

@@ -13,18 +13,17 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from gradferry.core.agreement import meeting_place, most_of_ranks
+from gradferry.core.agreement import most_of_ranks, rendezvous_place
 from gradferry.core.codec_spec import AUTO, parse_codec
 from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import agreed_transport
 from gradferry.core.names import closest
 from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.nodes import exchanges_to_choose_from, found_nodes, option_for
-from gradferry.core.parameters import reduced_parameters
 from gradferry.ddp.attach import attach
 from gradferry.ddp.batch import batch_loss, misfit
 from gradferry.ddp.interval import Interval
-from gradferry.ddp.model import distributed_in
+from gradferry.ddp.model import distributed_in, reduced_parameters
 from gradferry.ddp.schedule import ProcessorWait, busy_notes
 from gradferry.ddp.trial import (
     CODECS,
@@ -289,10 +288,10 @@ class _Examination:
         self._make_step = make_step
         self._emit = emit
         self._group = ddp.process_group
-        self._meeting = meeting_place(self._group, place)
+        self._rendezvous = rendezvous_place(self._group, place)
         self._clock: Clock = clock_of(place)
         self._place = place
-        nodes = found_nodes(self._group, self._meeting)
+        nodes = found_nodes(self._group, self._rendezvous)
         self._on_one_host = len(nodes.members) == 1
         *others, default = exchanges_to_choose_from(FOUND_NODES, nodes, on_host=on_host)
         options = {each.name: option_for(each.nodes) for each in others}
@@ -404,7 +403,7 @@ class _Examination:
             model.register_comm_hook(self._group, compress[hook])
 
     def _slowest(self, values: Sequence[float]) -> list[float]:
-        return most_of_ranks(values, self._group, self._meeting)
+        return most_of_ranks(values, self._group, self._rendezvous)
 
 
 def advise(

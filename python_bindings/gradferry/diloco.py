@@ -23,24 +23,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from gradferry import _native
-from gradferry.core.agreement import (
-    Record,
-    error_record,
-    gather_records,
-    meeting_place,
-    on_all_ranks,
-    raise_first_error,
-    raise_first_mismatch,
-    record_hash,
-)
-from gradferry.core.config import CHUNK_BYTES
-from gradferry.core.device import CPU
-from gradferry.core.meeting import meet, patience, say_failed, world_ranks
-from gradferry.core.options import Options, complete, takes_options
-from gradferry.core.warn import warn_or_log
-from gradferry.errors import ConfigError, GradferryError, PeerError, ProtocolError, StateError
-from gradferry.reducer import BUCKET_CAP_MB, Reducer
-from gradferry.reduction.global_parameters import (
+from gradferry.averaging.global_parameters import (
     GlobalParameters,
     checked_decay,
     checked_optimizers,
@@ -49,8 +32,25 @@ from gradferry.reduction.global_parameters import (
     nesterov,
     refuse_average_of_every_step,
 )
-from gradferry.reduction.start import usable_group
-from gradferry.reduction.step_numbers import Stats, call_after_steps
+from gradferry.averaging.start import usable_group
+from gradferry.averaging.step_numbers import Stats, call_after_steps
+from gradferry.core.agreement import (
+    Record,
+    error_record,
+    gather_records,
+    on_all_ranks,
+    raise_first_error,
+    raise_first_mismatch,
+    record_hash,
+    rendezvous_place,
+)
+from gradferry.core.config import CHUNK_BYTES
+from gradferry.core.device import CPU
+from gradferry.core.options import Options, complete, takes_options
+from gradferry.core.rendezvous import meet, patience, say_failed, world_ranks
+from gradferry.core.warn import warn_or_log
+from gradferry.errors import ConfigError, GradferryError, PeerError, ProtocolError, StateError
+from gradferry.reducer import BUCKET_CAP_MB, Reducer
 
 __all__ = ["DiLoCo"]
 
@@ -418,7 +418,7 @@ class DiLoCo:
         raise_first_mismatch([{key: r.get(key) for key in fields} for r in records], group)
         same = [{"global parameters": record.get("global parameters")} for record in records]
         if any(record != same[0] for record in same):
-            place = meeting_place(group, self._global.device)
+            place = rendezvous_place(group, self._global.device)
             each = gather_records({"hashes": self._global.hashes()}, group, place)
             self._global.expect_equal([r["hashes"] for r in each], group, self._outer_steps)
             raise_first_mismatch(same, group)
@@ -540,7 +540,7 @@ class DiLoCo:
 
     @torch.inference_mode(False)
     def _join(self, members: dist.ProcessGroup, problem: Exception | None) -> None:
-        place = meeting_place(members, CPU if problem is not None else self._global.device)
+        place = rendezvous_place(members, CPU if problem is not None else self._global.device)
         meet(members, patience(members, place), "come to make a DiLoCo or to rejoin")
         try:
             self._meet_members(members, place, problem)

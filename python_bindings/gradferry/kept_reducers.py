@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from gradferry.averaging.start import usable_group
+from gradferry.averaging.tensor_calls import Work
 from gradferry.core.codec_spec import OFF
-from gradferry.core.meeting import exists
+from gradferry.core.rendezvous import exists
 from gradferry.errors import ConfigError, StateError
 from gradferry.reducer import Reducer, calls_of
-from gradferry.reduction.start import usable_group
-from gradferry.reduction.tensor_calls import Work
 
 __all__ = ["all_reduce", "forget"]
 

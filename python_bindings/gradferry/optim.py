@@ -11,11 +11,11 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch.optim.optimizer import ParamsT
 
+from gradferry.averaging.advice import OVERLAPPED_ZERO
+from gradferry.averaging.handle import Averaging, delivered_momentum
+from gradferry.averaging.momentum import end_momentum_mode
 from gradferry.ddp.state import HookState, KeptMomentum, momentum_of
 from gradferry.errors import ConfigError, StateError
-from gradferry.reduction.advice import OVERLAPPED_ZERO
-from gradferry.reduction.averaging import Averaging, delivered_momentum
-from gradferry.reduction.momentum import end_momentum_mode
 
 __all__ = ["OneBitAdam", "momentum_mode"]
 
@@ -247,7 +247,7 @@ class OneBitAdam(torch.optim.Optimizer):
         StateError: the state is not bound. ``step()`` of a copy, which has no hook, raises it, too.
     """
 
-    takes_momentum = True  # gradferry.reduction.advice reads it
+    takes_momentum = True  # gradferry.averaging.advice reads it
     _kept: KeptMomentum | None = None  # of the hook; torch copies and pickles numbers alone
 
     def __init__(

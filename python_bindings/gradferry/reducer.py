@@ -16,18 +16,14 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import Unpack
 
 from gradferry import _native
-from gradferry.core.config import CHUNK_BYTES, Config, make_config
-from gradferry.core.device import CPU
-from gradferry.core.options import Options, takes_options
-from gradferry.errors import ConfigError, StateError
-from gradferry.reduction import save_load
-from gradferry.reduction.advice import warn_about_rules, watch_optimizer
-from gradferry.reduction.averaging import Averaging
-from gradferry.reduction.description import as_asked, describe
-from gradferry.reduction.running import Running, propose
-from gradferry.reduction.start import start, usable_group
-from gradferry.reduction.step_numbers import Stats, call_after_steps
-from gradferry.reduction.tensor_calls import (
+from gradferry.averaging import save_load
+from gradferry.averaging.advice import warn_about_rules, watch_optimizer
+from gradferry.averaging.description import as_asked, describe
+from gradferry.averaging.handle import Averaging
+from gradferry.averaging.running import Running, propose
+from gradferry.averaging.start import start, usable_group
+from gradferry.averaging.step_numbers import Stats, call_after_steps
+from gradferry.averaging.tensor_calls import (
     TensorCalls,
     Tensors,
     Work,
@@ -35,6 +31,10 @@ from gradferry.reduction.tensor_calls import (
     expect_plain,
     short,
 )
+from gradferry.core.config import CHUNK_BYTES, Config, make_config
+from gradferry.core.device import CPU
+from gradferry.core.options import Options, takes_options
+from gradferry.errors import ConfigError, StateError
 
 __all__ = ["Reducer", "Work"]
 

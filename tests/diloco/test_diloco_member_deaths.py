@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry import diloco
-from gradferry.reduction import global_parameters as newcomers
+from gradferry.averaging import global_parameters as newcomers
 from members import Alone, die, dying_inside, mean_of, run_until_lost
 from outcomes import attempt
 from own_groups import own_group

@@ -11,7 +11,7 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.reduction import global_parameters
+from gradferry.averaging import global_parameters
 from members import Alone, die, dying_inside, mean_of, run_until_lost
 from outcomes import attempt
 from reducing import same

@@ -17,7 +17,7 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.reduction import global_parameters
+from gradferry.averaging import global_parameters
 from on_ranks import on_ranks
 from outcomes import attempt
 from torch import nn

@@ -10,8 +10,8 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry.averaging.global_parameters import pack, unpack
 from gradferry.errors import ProtocolError
-from gradferry.reduction.global_parameters import pack, unpack
 from on_ranks import on_ranks
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR

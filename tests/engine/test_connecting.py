@@ -42,10 +42,10 @@ def train() -> bool:
 def case_absent(absent: int) -> tuple[Outcome | None, list[str], bool]:
     """The outcome, what was said while ranks waited, and whether all train afterwards."""
     import gradferry
-    from gradferry.core import meeting
+    from gradferry.core import rendezvous
 
     ddp, outcome = plain_ddp(), None
-    at_once = mock.patch.object(meeting, "SAY_AFTER_SECONDS", 0.0)
+    at_once = mock.patch.object(rendezvous, "SAY_AFTER_SECONDS", 0.0)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if dist.get_rank() != absent:
@@ -273,7 +273,7 @@ def test_files_and_threads_are_freed_after_an_error(world_of_2: World) -> None:
 
 def case_keys() -> list[int]:
     """How many keys the store holds after each of some trainings, on two nodes."""
-    from gradferry.core.meeting import store_of
+    from gradferry.core.rendezvous import store_of
 
     scenario = dataclasses.replace(SCENARIO, world_size=3, nodes=((0, 1), (2,)))
     counts = []
@@ -293,7 +293,7 @@ def test_trainings_leave_no_keys_in_the_store(world_of_3: World) -> None:
 def case_interrupted_among_others() -> Outcome | None:
     """Rank 2 does not come; rank 0 is interrupted, and rank 1 need not wait for the rest."""
     import gradferry
-    from gradferry.core.meeting import store_of
+    from gradferry.core.rendezvous import store_of
 
     ddp, outcome = plain_ddp(), None
     store = PrefixStore("gradferry/meetings", store_of(dist.group.WORLD))

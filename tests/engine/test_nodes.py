@@ -197,9 +197,9 @@ WEIGHTS = (Weight("only", (40, 40)),)
 def case_attach(places: list[Identity], options: list[Any]) -> dict[str, Any]:
     """Attaches where every rank is told where it runs and what its checked option is."""
     import gradferry
+    from gradferry.averaging import start
     from gradferry.core.config import make_config
     from gradferry.ddp import binding
-    from gradferry.reduction import start
 
     def configured(codec: str, asked: Any) -> Any:
         return dataclasses.replace(make_config(codec, asked), nodes=options[rank])

@@ -35,8 +35,8 @@ from fault_rows import (
     Row,
 )
 from gradferry import checkpoint
+from gradferry.averaging import running
 from gradferry.core import node_memory
-from gradferry.reduction import running
 from outcomes import Outcome, attempt
 from reducing import given
 from reference import HEADER

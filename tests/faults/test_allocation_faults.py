@@ -72,7 +72,7 @@ def case_attach(codec: str, turns: int, first: int) -> int | None:
     Returns where to go on in other processes, if the victim's store found no memory in the middle
     of a reply: torch's client of it reads all later replies wrongly.
     """
-    from gradferry.core import meeting
+    from gradferry.core import rendezvous
 
     scenario = scenario_of(codec)
     attach(DistributedDataParallel(ChosenGradients(scenario)), scenario)  # what is made once
@@ -85,7 +85,7 @@ def case_attach(codec: str, turns: int, first: int) -> int | None:
         if n < first:
             continue
         fail_allocation(n)
-        with mock.patch.object(meeting, "MOST_PATIENCE", PATIENCE):
+        with mock.patch.object(rendezvous, "MOST_PATIENCE", PATIENCE):
             outcome = attempt(functools.partial(attach, ddp, scenario))
         reached = max(from_all(fail_allocation(0))) >= n
         outcomes = from_all(outcome)

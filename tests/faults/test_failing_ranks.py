@@ -28,13 +28,13 @@ SHORT_SECONDS = 2.0  # a timeout that is waited for
 
 def case_sees_its_own_end(reasons: tuple[str, ...]) -> str:
     """A collective has failed, and every rank knows it from another source."""
-    from gradferry.core import agreement, meeting
+    from gradferry.core import agreement, rendezvous
 
     group = dist.group.WORLD
     failed = RuntimeError(reasons[dist.get_rank()])
     with mock.patch.object(agreement, "_gather_records", side_effect=failed):
         outcome = attempt(lambda: agreement.gather_records({}, group, torch.device("cpu")))
-    meeting.meet(group, timedelta(seconds=60), "come")  # after which it is forgotten
+    rendezvous.meet(group, timedelta(seconds=60), "come")  # after which it is forgotten
     assert outcome.error == "PeerError"
     return outcome.text
 

@@ -16,7 +16,7 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.reduction import step_numbers
+from gradferry.averaging import step_numbers
 from outcomes import Outcome, attempt
 from own_groups import own_group
 from sharding import SHAPES, Model, Sharding, assert_refused, attached
@@ -135,7 +135,7 @@ def hears_late(said: Store) -> Iterator[None]:
     """Rank 0 looks whether it waits for nothing only when rank 3 knows of the error and has told
     it; and if rank 3 has gone on by then, when rank 2 has come from there, too.
     """
-    from gradferry.core.meeting import store_of
+    from gradferry.core.rendezvous import store_of
 
     meet = _rendezvous().meet
 
@@ -158,7 +158,7 @@ def _rendezvous() -> Any:
 
 def case_no_group(given: Any) -> list[Outcome]:
     """Rank 2 names no group of replicas, and cannot tell its replica on rank 0."""
-    from gradferry.core.meeting import store_of
+    from gradferry.core.rendezvous import store_of
 
     said = store_of(dist.new_group())
     sharding = Sharding()

@@ -62,7 +62,7 @@ def interrupted(wait: Callable[[], object] = lambda: time.sleep(0.3)) -> Iterato
 @contextlib.contextmanager
 def little_patience() -> Iterator[None]:
     """Ranks that attach wait for others for a second."""
-    from gradferry.core import meeting
+    from gradferry.core import rendezvous
 
-    with mock.patch.object(meeting, "MOST_PATIENCE", datetime.timedelta(seconds=1)):
+    with mock.patch.object(rendezvous, "MOST_PATIENCE", datetime.timedelta(seconds=1)):
         yield

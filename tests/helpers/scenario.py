@@ -192,8 +192,8 @@ def hooked(
 
 def on_nodes(members: tuple[tuple[int, ...], ...] | None) -> Any:
     """Ranks that attach seem to be on these nodes; in truth they share their machine."""
+    from gradferry.averaging import start
     from gradferry.core.nodes import Nodes
-    from gradferry.reduction import start
 
     if members is None:
         return contextlib.nullcontext()

@@ -8,7 +8,7 @@ from typing import Any
 import gradferry
 import torch
 import torch.distributed as dist
-from gradferry.reduction.residual_tiles import Tile, spread
+from gradferry.residuals.tiles import Tile, spread
 from torch import nn
 
 UNIT = 2.0**-8  # of movements: sums of a few have the same bits in every order

@@ -9,8 +9,8 @@ from typing import Any
 import gradferry
 import pytest
 import torch
+from gradferry.averaging.advice import own_momenta
 from gradferry.optim import OneBitAdam, momentum_mode
-from gradferry.reduction.advice import own_momenta
 from on_ranks import on_ranks
 from scenario import hooked
 from stepping import warned

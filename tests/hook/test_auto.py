@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from gradferry.averaging import running
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import make_config
 from gradferry.core.nodes import Exchange, Nodes, choose_exchange, exchanges_to_choose_from, flat
@@ -34,7 +35,6 @@ from gradferry.ddp.trial import (
     most_precise,
 )
 from gradferry.ddp.trial import Outcome as Measured
-from gradferry.reduction import running
 from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import Run, Scenario, Weight, on_nodes

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry.averaging import start
 from gradferry.core.nodes import Identity
-from gradferry.reduction import start
 from products import rows
 from reference import ReferenceEngine
 from scenario import Weight

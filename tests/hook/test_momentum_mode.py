@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry.averaging.momentum import DeliveredMomentum
 from gradferry.optim import OneBitAdam
-from gradferry.reduction.momentum import DeliveredMomentum
 from momentum_training import (
     BETAS,
     FACTOR,

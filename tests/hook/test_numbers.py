@@ -12,8 +12,8 @@ from typing import Any, get_type_hints
 import gradferry
 import pytest
 import torch
+from gradferry.averaging import step_numbers
 from gradferry.ddp.state import bound_to
-from gradferry.reduction import step_numbers
 from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import Run, Scenario, Weight, hooked

@@ -184,7 +184,7 @@ def test_below_8_bits_both_residuals_are_kept(world_of_2: World) -> None:
 
 PACKAGE = Path(gradferry.__file__).parent
 # What runs in a user's process, where it may have set a default: not our own command lines.
-IN_A_USERS_PROCESS = ("*.py", "core/*.py", "reduction/*.py", "ddp/*.py")
+IN_A_USERS_PROCESS = ("*.py", "core/*.py", "averaging/*.py", "residuals/*.py", "ddp/*.py")
 FACTORIES = {"arange", "empty", "full", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"}
 
 

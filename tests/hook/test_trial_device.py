@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry import diagnosis
+from gradferry.averaging import start
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.nodes import Nodes
 from gradferry.ddp import auto
 from gradferry.ddp.state import bound_to
 from gradferry.ddp.trial import DeviceClock
-from gradferry.reduction import start
 from priced_device import LAYERS, NUM_ELEMENTS, WIDTH, Prices, group_without_cpu, priced, wrapped
 from test_auto import FOUND, TRIAL
 from test_auto_residuals import residuals_by_element

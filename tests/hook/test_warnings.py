@@ -17,10 +17,10 @@ from typing import Any
 import gradferry
 import pytest
 import torch
+from gradferry.averaging import step_numbers
+from gradferry.averaging.step_numbers import PassCounter, call_after_steps
 from gradferry.core.device import Transport, expect_no_blocking
 from gradferry.core.warn import warn
-from gradferry.reduction import step_numbers
-from gradferry.reduction.step_numbers import PassCounter, call_after_steps
 from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -54,10 +54,10 @@ def inside(module: str, call: Callable[[], object]) -> Callable[[], object]:
     [
         [],
         ["gradferry.ddp.state"],
-        ["gradferry.reduction.advice", "torch.optim.optimizer", "torch.optim.lr_scheduler"],
+        ["gradferry.averaging.advice", "torch.optim.optimizer", "torch.optim.lr_scheduler"],
         ["gradferry.ddp.model", "torch.nn.parallel.distributed"],
         ["gradferry.ddp.binding", "copy"],
-        ["gradferry.reduction.advice", "torch.optim.optimizer", "accelerate.optimizer"],
+        ["gradferry.averaging.advice", "torch.optim.optimizer", "accelerate.optimizer"],
         ["gradferry.ddp.state", "gradferry.integrations.lightning", "lightning.pytorch.trainer"],
         ["gradferry.ddp.state", "gradferry.integrations.transformers", "transformers.trainer"],
     ],

@@ -14,7 +14,7 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.reduction import step_numbers
+from gradferry.averaging import step_numbers
 from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import hooked

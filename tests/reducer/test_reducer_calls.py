@@ -12,8 +12,8 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.reduction import tensor_calls
-from gradferry.reduction.packing import Packed, Packing
+from gradferry.averaging import tensor_calls
+from gradferry.averaging.packing import Packed, Packing
 from outcomes import Outcome, attempt
 from world import World
 

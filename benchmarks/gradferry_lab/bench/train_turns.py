@@ -18,12 +18,12 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from gradferry.averaging.handle import Averaging
 from gradferry.core.agreement import most_of_ranks
 from gradferry.core.codec_spec import AUTO, OFF
 from gradferry.core.nodes import exchange_between
 from gradferry.ddp.trial import clock_of
 from gradferry.errors import ConfigError
-from gradferry.reduction.averaging import Averaging
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradferry_lab.ranks.exchanges import nodes_option

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from gradferry.averaging.handle import Averaging
 from gradferry.core.codec_spec import AUTO
 from gradferry.core.config import make_config
 from gradferry.core.engine import planned_bytes
 from gradferry.core.nodes import AUTO as FOUND_NODES
-from gradferry.core.parameters import reduced_parameters
 from gradferry.ddp.attach import attach
 from gradferry.ddp.auto import chosen_by
+from gradferry.ddp.model import reduced_parameters
 from gradferry.diagnosis import TORCH_DTYPES
-from gradferry.reduction.averaging import Averaging
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,

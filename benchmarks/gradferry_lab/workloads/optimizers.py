@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from gradferry.averaging.handle import Averaging
 from gradferry.core.names import closest
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError
 from gradferry.optim import OneBitAdam, momentum_mode
-from gradferry.reduction.averaging import Averaging
 from torch import nn
 
 OPTIMIZERS = ("AdamW", "SGD", "OneBitAdam", "Muon")

@@ -11,9 +11,9 @@ from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
+from gradferry.averaging.handle import Averaging
 from gradferry.core.agreement import Record, odd_one
 from gradferry.errors import ConfigError, DivergedError
-from gradferry.reduction.averaging import Averaging
 from torch import nn
 
 from gradferry_lab.ranks.hosts import found_hosts

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from gradferry import _native, errors
 from gradferry._build_info import GRADFERRY_VERSION
-from gradferry.core.meeting import (
+from gradferry.core.rendezvous import (
     NO_STORE,
     absent_after_loss,
     say_failed,
@@ -66,7 +66,7 @@ def error_record(error: Exception) -> Record:
     return {"error": kind, "message": text}
 
 
-def meeting_place(group: dist.ProcessGroup, place: torch.device) -> torch.device:
+def rendezvous_place(group: dist.ProcessGroup, place: torch.device) -> torch.device:
     """The device for exchanging records: the CPU if the group has a backend for it, else `place`.
 
     Raises:

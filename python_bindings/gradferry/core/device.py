@@ -26,12 +26,12 @@ from gradferry.core.agreement import (
     Record,
     error_record,
     gather_records,
-    meeting_place,
     no_backend,
     raise_first_error,
+    rendezvous_place,
 )
 from gradferry.core.config import Config
-from gradferry.core.meeting import is_known
+from gradferry.core.rendezvous import is_known
 from gradferry.errors import ConfigError, GradferryError
 
 # For tests: a world of one exchanges with itself, so that a single device runs the whole path.
@@ -215,7 +215,7 @@ def agreed_transport(device: torch.device, group: dist.ProcessGroup) -> Transpor
         expect_no_blocking(transport)
     except GradferryError as error:
         record = error_record(error)
-    raise_first_error(gather_records(record, group, meeting_place(group, device)), group)
+    raise_first_error(gather_records(record, group, rendezvous_place(group, device)), group)
     return transport
 
 

@@ -20,10 +20,10 @@ from torch._C._distributed_c10d import (
 from gradferry import _native
 from gradferry.core.config import Config
 from gradferry.core.device import CPU, Transport, starts_in_order, transport_of
-from gradferry.core.meeting import hear_failures, patience, store_of, world_ranks
 from gradferry.core.node_memory import share_memory
 from gradferry.core.nodes import Nodes
 from gradferry.core.parameters import ParameterLayout
+from gradferry.core.rendezvous import hear_failures, patience, store_of, world_ranks
 from gradferry.errors import ConfigError, EchoError, PeerError
 
 Members = Sequence[Sequence[int]]  # the ranks of every node

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from torch._C._distributed_c10d import Store
 
 from gradferry import _native
-from gradferry.core.meeting import MOST_PAUSE_SECONDS
+from gradferry.core.rendezvous import MOST_PAUSE_SECONDS
 from gradferry.errors import PeerError
 
 _SECRET_BYTES = 16

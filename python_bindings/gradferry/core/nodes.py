@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradferry import _native
 from gradferry.core.agreement import gather_records
-from gradferry.core.meeting import world_ranks
+from gradferry.core.rendezvous import world_ranks
 from gradferry.core.values import as_whole
 from gradferry.errors import ConfigError, ProtocolError
 

@@ -1,4 +1,4 @@
-"""The parameters that DistributedDataParallel reduces, in the order of the tile numbers."""
+"""The parameters, or tensors, that are averaged together, in the order of the tile numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from gradferry import _native
 from gradferry.core import device
@@ -91,16 +90,6 @@ class ParameterLayout:
         )
 
 
-def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """Names and parameters that DDP reduces, each shared parameter once.
-
-    DDP fixed them when it was built; parameters frozen or unfrozen since then do not matter.
-    """
-    reduced = {id(parameter) for parameter in _native.reducer_parameters(ddp.reducer)}
-    named = ddp.module.named_parameters()
-    return [(name, parameter) for name, parameter in named if id(parameter) in reduced]
-
-
 def describe_parameters(
     named: Sequence[tuple[str, torch.Tensor]],
     config: Config,
@@ -109,7 +98,7 @@ def describe_parameters(
     *,
     exchanges: bool,
 ) -> list[ParameterLayout]:
-    """Resolves the codec and residuals of every parameter that DDP reduces.
+    """Resolves the codec and residuals of every parameter.
 
     Args:
         named: names and parameters, in order.

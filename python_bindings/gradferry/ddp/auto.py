@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradferry import _native
-from gradferry.core.agreement import meeting_place, most_of_ranks
+from gradferry.averaging.running import Running
+from gradferry.core.agreement import most_of_ranks, rendezvous_place
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.core.config import COARSE_BITS, EXACT, FIRST_OF_AUTO, Config
 from gradferry.core.nodes import FLAT, TWO_LEVEL, Exchange, exchanges_to_choose_from
@@ -32,8 +33,7 @@ from gradferry.ddp.trial import (
     most_precise,
 )
 from gradferry.errors import ConfigError, GradferryError, StateError
-from gradferry.reduction.running import Running
-from gradferry.reduction.saved_state import same, shown
+from gradferry.residuals.saved_state import same, shown
 
 _log = logging.getLogger("gradferry")
 
@@ -299,7 +299,7 @@ class Chooser:
     def _slowest(self, values: Sequence[float]) -> list[float]:
         """By place the greatest of what all ranks pass. Collective."""
         group = self._running.group
-        place = meeting_place(group, self._running.transport.device)
+        place = rendezvous_place(group, self._running.transport.device)
         return most_of_ranks(values, group, place)
 
     def _current(self, every: list[Candidate]) -> Candidate:

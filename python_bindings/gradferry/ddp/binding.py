@@ -12,7 +12,10 @@ from torch.distributed.algorithms.join import JoinHook as TorchJoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry import _native
-from gradferry.core.agreement import meeting_place
+from gradferry.averaging.momentum import MomentumHandover
+from gradferry.averaging.running import Running, propose
+from gradferry.averaging.start import start
+from gradferry.core.agreement import rendezvous_place
 from gradferry.core.config import make_config
 from gradferry.core.options import Options
 from gradferry.core.warn import warn
@@ -25,9 +28,6 @@ from gradferry.ddp.model import (
 )
 from gradferry.ddp.watch import ModelWatch
 from gradferry.errors import ConfigError, StateError
-from gradferry.reduction.momentum import MomentumHandover
-from gradferry.reduction.running import Running, propose
-from gradferry.reduction.start import start
 
 _RECOVERY_HINT = (
     "This hook is finished. To go on, delete this DistributedDataParallel first (its hook would "
@@ -104,7 +104,7 @@ def bind(
             changed: all ranks can try again.
     """
     model = Model(ddp)
-    place = meeting_place(model.group, model.device)
+    place = rendezvous_place(model.group, model.device)
 
     def propose_here() -> Running:
         if is_bound:

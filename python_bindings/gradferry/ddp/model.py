@@ -12,14 +12,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry import _native
+from gradferry.averaging.advice import OVERLAPPED_ZERO
 from gradferry.core.agreement import Record
 from gradferry.core.config import Config
 from gradferry.core.device import CPU
 from gradferry.core.names import first_of, plain_name
-from gradferry.core.parameters import reduced_parameters
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, StateError
-from gradferry.reduction.advice import OVERLAPPED_ZERO
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
@@ -86,6 +85,16 @@ class Model:
         _check_places(self.ddp, self.named)
         _check_memory_formats(self.ddp, self.named)
         _check_options(self.ddp, config, self.device)
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
+    """Names and parameters that DDP reduces, each shared parameter once.
+
+    DDP fixed them when it was built; parameters frozen or unfrozen since then do not matter.
+    """
+    reduced = {id(parameter) for parameter in _native.reducer_parameters(ddp.reducer)}
+    named = ddp.module.named_parameters()
+    return [(name, parameter) for name, parameter in named if id(parameter) in reduced]
 
 
 def has_python_hook(ddp: DistributedDataParallel) -> bool:

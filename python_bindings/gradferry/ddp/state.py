@@ -11,13 +11,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Unpack
 
+from gradferry.averaging import save_load
+from gradferry.averaging.advice import warn_about_rules, watch_optimizer
+from gradferry.averaging.description import as_asked, describe
+from gradferry.averaging.handle import Averaging
+from gradferry.averaging.momentum import DeliveredMomentum
+from gradferry.averaging.running import Running
+from gradferry.averaging.silent_hook import watch_hook
 from gradferry.core.agreement import (
     Record,
     error_record,
     gather_records,
-    meeting_place,
     raise_first_error,
     raise_first_mismatch,
+    rendezvous_place,
 )
 from gradferry.core.config import make_config
 from gradferry.core.options import Options, takes_options
@@ -25,14 +32,7 @@ from gradferry.core.warn import warn
 from gradferry.ddp.auto import Choice, Chooser
 from gradferry.ddp.binding import Binding, bind
 from gradferry.errors import ConfigError, GradferryError, StateError
-from gradferry.reduction import save_load
-from gradferry.reduction.advice import warn_about_rules, watch_optimizer
-from gradferry.reduction.averaging import Averaging
-from gradferry.reduction.description import as_asked, describe
-from gradferry.reduction.momentum import DeliveredMomentum
-from gradferry.reduction.running import Running
-from gradferry.reduction.saved_state import SavedState, withheld_in
-from gradferry.reduction.silent_hook import watch_hook
+from gradferry.residuals.saved_state import SavedState, withheld_in
 
 _HOW_TO_BIND = (
     "pass the DistributedDataParallel to HookState(codec, ddp), or call state.bind(ddp) before the "
@@ -316,7 +316,7 @@ def _restore_choice(
     except GradferryError as error:
         record = error_record(error)
     group, place = bound.running.group, bound.running.transport.device
-    records = gather_records(record, group, meeting_place(group, place))
+    records = gather_records(record, group, rendezvous_place(group, place))
     raise_first_error(records, group)
     raise_first_mismatch(records, group)
     chooser.restore(bound.hook, choice, int(saved["steps"]))

@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from gradferry import _native
+from gradferry.averaging.running import Running
+from gradferry.averaging.silent_hook import AVERAGED, has_gradients_of, watch_hook
 from gradferry.ddp.model import (
     Model,
     forward_was_local,
@@ -19,8 +21,6 @@ from gradferry.ddp.model import (
     is_under_no_sync,
     trained_parameters,
 )
-from gradferry.reduction.running import Running
-from gradferry.reduction.silent_hook import AVERAGED, has_gradients_of, watch_hook
 
 _REBUILD = (
     "build a new DistributedDataParallel after the last change to the model's parameters, and "

@@ -11,11 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from gradferry import _native
+from gradferry.averaging.advice import (
+    warn_about_unmatched,
+    warn_if_nothing_is_compressed,
+    watch_optimizer,
+)
+from gradferry.averaging.running import Running, propose
 from gradferry.core.agreement import Record
 from gradferry.core.config import Config
-from gradferry.core.meeting import world_ranks
 from gradferry.core.names import first_of
 from gradferry.core.options import SHARDED_DEFAULTS, ShardedOptions, takes_options
+from gradferry.core.rendezvous import world_ranks
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, GradferryError
 from gradferry.fsdp.choice import Choice, choose
@@ -43,12 +49,6 @@ from gradferry.fsdp.rendezvous import (
 )
 from gradferry.fsdp.state import ALL_GATHER, REDUCE_SCATTER, REPLICAS, Attached, ShardedState
 from gradferry.fsdp.watch import Guard, watch
-from gradferry.reduction.advice import (
-    warn_about_unmatched,
-    warn_if_nothing_is_compressed,
-    watch_optimizer,
-)
-from gradferry.reduction.running import Running, propose
 
 _RECOVERY_HINT = (
     "This model is finished, on all ranks, since FSDP2 does not recover from a pass that failed. "

@@ -13,12 +13,12 @@ from torch import nn
 from torch.autograd import Variable
 
 from gradferry import _native
-from gradferry.core.agreement import meeting_place
-from gradferry.core.meeting import meet, timeout_of
+from gradferry.averaging.running import Running
+from gradferry.core.agreement import rendezvous_place
+from gradferry.core.rendezvous import meet, timeout_of
 from gradferry.errors import GradferryError, PeerError
 from gradferry.fsdp.hooks import InOwnMemory, ModuleHook, ReduceScatterHook
 from gradferry.fsdp.model import ShardedModule
-from gradferry.reduction.running import Running
 
 Result = TypeVar("Result")
 
@@ -71,7 +71,7 @@ class Gathers:
         """
         running = self._running
         group = running.group
-        place = meeting_place(group, running.transport.device)
+        place = rendezvous_place(group, running.transport.device)
         try:
             # Before those that wait for a message of this rank give up.
             meet(group, 0.9 * timeout_of(group, place), "enter exact_gathers()")

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from gradferry import _native
+from gradferry.averaging.running import Running
 from gradferry.core.warn import warn
 from gradferry.errors import GradferryWarning, StateError
 from gradferry.fsdp.model import ShardedModule
-from gradferry.reduction.running import Running
 
 
 class Passes:

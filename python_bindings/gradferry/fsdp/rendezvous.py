@@ -9,21 +9,21 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradferry.averaging.running import Running
+from gradferry.averaging.start import start, usable_group
 from gradferry.core.agreement import (
     Record,
     error_record,
     gather_records,
     interrupts_told,
-    meeting_place,
     raise_first_error,
     raise_first_mismatch,
+    rendezvous_place,
 )
-from gradferry.core.meeting import is_known, meet, patience, say_failed, world_ranks
+from gradferry.core.rendezvous import is_known, meet, patience, say_failed, world_ranks
 from gradferry.errors import ConfigError, EchoError, GradferryError, PeerError
 from gradferry.fsdp.choice import Choice
 from gradferry.fsdp.model import ShardedModule
-from gradferry.reduction.running import Running
-from gradferry.reduction.start import start, usable_group
 
 Result = TypeVar("Result")
 
@@ -32,7 +32,7 @@ def any_gives(
     given: bool, shard_group: dist.ProcessGroup, modules: Sequence[ShardedModule]
 ) -> bool:
     """Whether any rank of the shard group has given its replicas. Collective."""
-    place = meeting_place(shard_group, modules[0].device)
+    place = rendezvous_place(shard_group, modules[0].device)
     meet(shard_group, patience(shard_group, place), "come to attach")
     records = gather_records({"replicate_group": given}, shard_group, place)
     return any(record.get("replicate_group") for record in records)
@@ -46,7 +46,7 @@ def agree(
     """What `choose_here` returns, if it chooses the same on all ranks of the shard group. Its error
     on one is raised on all. Collective.
     """
-    place = meeting_place(shard_group, modules[0].device)
+    place = rendezvous_place(shard_group, modules[0].device)
     chosen: list[Choice] = []
     with interrupts_told(shard_group):
         try:
@@ -99,7 +99,7 @@ def _records(
     beside: dist.ProcessGroup | None = None,
 ) -> list[Record]:
     """The errors of a group's ranks. Collective. `purpose` and `beside` as for `meet`."""
-    place = meeting_place(group, modules[0].device)
+    place = rendezvous_place(group, modules[0].device)
     try:
         meet(group, patience(group, place), purpose, beside)
         return gather_records({} if own is None else error_record(own), group, place)

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
+from gradferry.averaging import save_load, step_numbers
+from gradferry.averaging.description import as_asked, describe
+from gradferry.averaging.handle import Averaging
+from gradferry.averaging.running import Running
+from gradferry.averaging.step_numbers import Stats
 from gradferry.errors import StateError
 from gradferry.fsdp.gathers import Gathers
 from gradferry.fsdp.hooks import GradientHook, ModuleHook, synced_passes
 from gradferry.fsdp.model import ShardedModule
-from gradferry.reduction import save_load, step_numbers
-from gradferry.reduction.averaging import Averaging
-from gradferry.reduction.description import as_asked, describe
-from gradferry.reduction.running import Running
-from gradferry.reduction.step_numbers import Stats
 
 REPLICAS, REDUCE_SCATTER, ALL_GATHER = "replicas", "reduce_scatter", "all_gather"
 # Counters of stats() that add up over exchanges.

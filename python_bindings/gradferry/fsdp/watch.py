@@ -11,9 +11,10 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from gradferry.core.agreement import Record, meeting_place, on_all_ranks, raise_first_mismatch
-from gradferry.core.meeting import meet, timeout_of
+from gradferry.averaging.silent_hook import has_gradients_of, watch_hook
+from gradferry.core.agreement import Record, on_all_ranks, raise_first_mismatch, rendezvous_place
 from gradferry.core.names import first_of
+from gradferry.core.rendezvous import meet, timeout_of
 from gradferry.errors import GradferryError, StateError
 from gradferry.fsdp.hooks import fail, synced_passes, warn_or_end
 from gradferry.fsdp.model import (
@@ -25,7 +26,6 @@ from gradferry.fsdp.model import (
     unsharded_parameters,
 )
 from gradferry.fsdp.state import ALL_GATHER, REDUCE_SCATTER, REPLICAS, Attached
-from gradferry.reduction.silent_hook import has_gradients_of, watch_hook
 
 _MOVED = (
     "FSDP2 and gradferry go on with what they have settled; move it back before the next pass, or "
@@ -156,7 +156,7 @@ class Guard:
             return {key: value for each in self.modules for key, value in each.settled().items()}
 
         group = self.modules[0].shard_group
-        place = meeting_place(group, self.modules[0].device)
+        place = rendezvous_place(group, self.modules[0].device)
         try:
             meet(group, 0.9 * timeout_of(group, place), "begin this forward pass as others do")
             raise_first_mismatch(on_all_ranks(settled_here, group, place), group)

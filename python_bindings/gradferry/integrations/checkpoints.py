@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from gradferry import _native, checkpoint
-from gradferry.core.agreement import gather_records, meeting_place, on_all_ranks
-from gradferry.core.meeting import world_ranks
+from gradferry.core.agreement import gather_records, on_all_ranks, rendezvous_place
+from gradferry.core.rendezvous import world_ranks
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError, StateError
-from gradferry.reduction.saved_state import ON_RESIZE
+from gradferry.residuals.saved_state import ON_RESIZE
 
 FOLDER = "gradferry"
 _KEY = "hook"
@@ -161,4 +161,4 @@ def _nodes(state: HookState) -> str | None:
 
 
 def _place(group: dist.ProcessGroup) -> torch.device:
-    return meeting_place(group, torch.device(group._device_types[0].type))
+    return rendezvous_place(group, torch.device(group._device_types[0].type))

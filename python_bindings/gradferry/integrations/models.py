@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from gradferry.averaging.advice import own_momenta
 from gradferry.core.warn import warn
 from gradferry.ddp.attach import attach
 from gradferry.ddp.model import unwrapped
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError, StateError
 from gradferry.optim import momentum_mode
-from gradferry.reduction.advice import own_momenta
 
 
 class Attachment:

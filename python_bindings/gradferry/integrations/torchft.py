@@ -17,6 +17,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from gradferry.averaging.global_parameters import checked_decay
 from gradferry.core.config import make_config
 from gradferry.core.options import Options, takes_options
 from gradferry.core.warn import warn_or_log
@@ -30,7 +31,6 @@ from gradferry.diloco import (
 )
 from gradferry.errors import ConfigError, PeerError, ProtocolError, StateError
 from gradferry.reducer import BUCKET_CAP_MB, Work, bucket_cap, calls_of, check_config
-from gradferry.reduction.global_parameters import checked_decay
 
 _INSTALL = 'pip install "gradferry[torchft]"'
 try:

@@ -16,11 +16,11 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradferry import _native
+from gradferry.averaging.running import Running
 from gradferry.core.agreement import Record, gather_records
 from gradferry.core.config import Config
 from gradferry.core.names import first_of
 from gradferry.errors import StateError
-from gradferry.reduction.running import Running
 
 # By optimizer in momentum mode: what ends that, and the hook that it was set up for.
 _in_momentum_mode: weakref.WeakKeyDictionary[

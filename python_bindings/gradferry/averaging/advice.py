@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from gradferry.averaging.momentum import is_set_up_for_another
+from gradferry.averaging.running import Running
+from gradferry.averaging.step_numbers import call_after_steps
 from gradferry.core.codec_spec import AUTO
 from gradferry.core.config import COARSE_BITS, DEFAULT_RULES, Config, Rule
 from gradferry.core.names import closest
 from gradferry.core.parameters import ParameterLayout
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError
-from gradferry.reduction.momentum import is_set_up_for_another
-from gradferry.reduction.running import Running
-from gradferry.reduction.step_numbers import call_after_steps
 
 OVERLAPPED_ZERO = (
     "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not go with gradferry: it steps in a "

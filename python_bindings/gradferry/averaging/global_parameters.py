@@ -22,13 +22,13 @@ from gradferry.core.agreement import (
     Record,
     error_record,
     gather_records,
-    meeting_place,
     odd_one,
     on_all_ranks,
     raise_first_error,
+    rendezvous_place,
 )
 from gradferry.core.device import CPU
-from gradferry.core.meeting import is_known, say_failed, wait_or_hear, world_ranks
+from gradferry.core.rendezvous import is_known, say_failed, wait_or_hear, world_ranks
 from gradferry.core.values import as_whole
 from gradferry.errors import (
     ConfigError,
@@ -131,13 +131,13 @@ class GlobalParameters:
             if problem is not None:
                 say_failed(group)  # else who has no problem would wait for this rank
             else:
-                answer = check(on_all_ranks(act, group, meeting_place(group, self.device)))
+                answer = check(on_all_ranks(act, group, rendezvous_place(group, self.device)))
         except GradferryError as error:
             problem = error
         for beside, device in self._shard_groups():
             try:
                 record = {} if problem is None else error_record(problem)
-                records = gather_records(record, beside, meeting_place(beside, device))
+                records = gather_records(record, beside, rendezvous_place(beside, device))
                 raise_first_error(records, beside)
             except GradferryError as error:
                 problem = problem or error

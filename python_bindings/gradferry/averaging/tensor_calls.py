@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from gradferry import _native
+from gradferry.averaging.packing import Bucket, Packed, Packing, is_dense
+from gradferry.averaging.running import Running
 from gradferry.errors import GradferryError, StateError
-from gradferry.reduction.packing import Bucket, Packed, Packing, is_dense
-from gradferry.reduction.running import Running
 
 Tensors = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradferry import _native
+from gradferry.averaging.running import Running
+from gradferry.averaging.step_numbers import Stats
 from gradferry.core.codec_spec import OFF
 from gradferry.core.config import COARSE_BITS, SMALL_CODEC, SMALL_PERCENT
 from gradferry.core.nodes import FLAT
-from gradferry.reduction.running import Running
-from gradferry.reduction.step_numbers import Stats
 
 
 def as_asked(running: Running) -> dict[str, Any]:

@@ -6,12 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradferry.averaging.running import Running
 from gradferry.core.codec_spec import CodecSpec
 from gradferry.core.warn import warn
 from gradferry.errors import StateError
-from gradferry.reduction.residual_tiles import zero_residual
-from gradferry.reduction.running import Running
-from gradferry.reduction.saved_state import (
+from gradferry.residuals.saved_state import (
     COMPRESSED_WARMUP,
     LAYOUT,
     NODES,
@@ -26,6 +25,7 @@ from gradferry.reduction.saved_state import (
     unpack,
     withheld_in,
 )
+from gradferry.residuals.tiles import zero_residual
 
 
 def save(running: Running, passed_steps: int, kept: Mapping[str, Any] | None = None) -> SavedState:

@@ -1,8 +1,8 @@
 """Ranks meet in the store of their process group before any of them posts a collective.
 
 If one rank never joins a collective, the others lose the timeout of the process group, and the
-group with it. hooks/meetings.h has the meeting, and its keys. Here are those with which ranks that
-lose a collective look for each other. They stay: what follows is mostly the end of the processes.
+group with it. hooks/meetings.h has the rendezvous, and its keys. Here are those with which ranks
+that lose a collective look for each other. They stay: mostly the processes end afterwards.
 
     <number>/failed        set as soon as one rank has lost a collective, or gives up
     <number>/lost/<rank>   that rank has lost it, too
@@ -89,7 +89,7 @@ def meet(
     that has come warns, and names those that have not.
 
     Nothing is posted on the group, so it remains usable when this raises. A rank that comes too
-    late takes part in the next meeting.
+    late takes part in the next rendezvous.
 
     Args:
         group: of the ranks.
@@ -128,8 +128,8 @@ def meet(
 
 def _say_who_is_missing(group: dist.ProcessGroup, purpose: str, seconds: float) -> None:
     """Warns on the lowest rank that has come, unless all have."""
-    meeting = _next_meeting(group)
-    came = [meeting.check([f"rank/{rank}"]) for rank in range(group.size())]
+    rendezvous = _next_rendezvous(group)
+    came = [rendezvous.check([f"rank/{rank}"]) for rank in range(group.size())]
     if all(came) or True not in came or came.index(True) != group.rank():
         return
     names = zip(world_ranks(group), came, strict=True)
@@ -152,9 +152,9 @@ def wait_or_hear(work: dist.Work, group: dist.ProcessGroup) -> None:
 
     def listen() -> None:  # to a store that may never answer
         with contextlib.suppress(RuntimeError):
-            meeting = _next_meeting(group)
+            rendezvous = _next_rendezvous(group)
             while not done.wait(LOOK_SECONDS / 4):
-                if meeting.check(["failed"]):
+                if rendezvous.check(["failed"]):
                     heard.set()
                     return
 
@@ -174,25 +174,25 @@ def wait_or_hear(work: dist.Work, group: dist.ProcessGroup) -> None:
 
 
 def say_failed(group: dist.ProcessGroup) -> None:
-    """Until the next meeting, `wait_or_hear` and `hear_failures` raise on all ranks."""
+    """Until the next rendezvous, `wait_or_hear` and `hear_failures` raise on all ranks."""
     with contextlib.suppress(RuntimeError):  # without a store they wait for their deadline
-        _next_meeting(group).set("failed", "")
+        _next_rendezvous(group).set("failed", "")
 
 
 def hear_failures(group: dist.ProcessGroup) -> Callable[[], None]:
     """A function that raises EchoError once a rank has called `say_failed`, and RuntimeError where
-    the store does not answer. For use before the next meeting.
+    the store does not answer. For use before the next rendezvous.
     """
-    meeting = _next_meeting(group)
+    rendezvous = _next_rendezvous(group)
 
     def raise_if_failed() -> None:
-        if meeting.check(["failed"]):
+        if rendezvous.check(["failed"]):
             raise EchoError("another rank failed, and this one waits no longer")
 
     return raise_if_failed
 
 
-def _next_meeting(group: dist.ProcessGroup) -> Store:
+def _next_rendezvous(group: dist.ProcessGroup) -> Store:
     store = PrefixStore("gradferry/meetings", store_of(group))
     return PrefixStore(str(store.add("number", 0)), store)
 
@@ -213,11 +213,11 @@ def absent_after_loss(group: dist.ProcessGroup, reason: str) -> tuple[list[int],
     found: list[tuple[list[int], str]] = []
 
     def look() -> None:
-        meeting = _next_meeting(group)
-        lost = PrefixStore("lost", meeting)
+        rendezvous = _next_rendezvous(group)
+        lost = PrefixStore("lost", rendezvous)
         if lost.add("first", 1) == 1:
             lost.set("reason", reason)
-        meeting.set("failed", "")
+        rendezvous.set("failed", "")
         lost.set(str(rank), "")
         end = time.monotonic() + LOOK_SECONDS
         while True:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gradferry.errors import ConfigError, StateError
-from gradferry.reduction.residual_tiles import (
+from gradferry.residuals.tiles import (
     KINDS,
     Held,
     Kind,

@@ -9,19 +9,19 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from gradferry.averaging.running import Running
 from gradferry.core.agreement import (
     Record,
     error_record,
     gather_records,
     interrupts_told,
-    meeting_place,
     raise_first_error,
     raise_first_mismatch,
+    rendezvous_place,
 )
-from gradferry.core.meeting import exists, meet, patience, say_failed, world_ranks
 from gradferry.core.nodes import choose_exchange, identity, received_identities, resolve
+from gradferry.core.rendezvous import exists, meet, patience, say_failed, world_ranks
 from gradferry.errors import ConfigError, PeerError, StateError
-from gradferry.reduction.running import Running
 
 Started = TypeVar("Started")
 
@@ -80,7 +80,7 @@ def start(
         PeerError: a rank did not come, or failed to set up its connections or memory. Nothing was
             changed: all ranks can try again.
     """
-    place = meeting_place(group, device)
+    place = rendezvous_place(group, device)
     longest = patience(group, place)
     meet(group, longest, purpose)
     running: Running | None = None

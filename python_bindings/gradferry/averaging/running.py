@@ -15,25 +15,25 @@ import torch
 import torch.distributed as dist
 
 from gradferry import _native
+from gradferry.averaging import step_numbers
 from gradferry.core.agreement import (
     Record,
     losing_names_ranks,
-    meeting_place,
     next_on_all_ranks,
     on_all_ranks,
     record_hash,
+    rendezvous_place,
 )
 from gradferry.core.codec_spec import AUTO, CodecSpec
 from gradferry.core.config import EXACT, Config
 from gradferry.core.device import Transport, transport_of
 from gradferry.core.engine import loss_scale, start_engine
-from gradferry.core.meeting import exists, world_ranks
 from gradferry.core.nodes import Exchange, Nodes, flat
 from gradferry.core.parameters import ParameterLayout, describe_parameters, under
+from gradferry.core.rendezvous import exists, world_ranks
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, GradferryError, StateError
-from gradferry.reduction import step_numbers
-from gradferry.reduction.residual_tiles import (
+from gradferry.residuals.tiles import (
     KINDS,
     Kind,
     Tile,
@@ -280,7 +280,7 @@ class Running:
         """
         old = replace(self)
         group = self.group
-        place = meeting_place(group, self.transport.device)
+        place = rendezvous_place(group, self.transport.device)
         residuals = None
 
         def read_old() -> Record:
@@ -397,7 +397,7 @@ class Running:
                     taken.copy_(given)
                 continue
             whole = spread(given if takes_part else torch.zeros_like(given), old.tiles(), kind)
-            whole = whole.to(meeting_place(self.group, self.transport.device))
+            whole = whole.to(rendezvous_place(self.group, self.transport.device))
             yield whole
             if takes_part:
                 taken.copy_(collect(whole.cpu(), self.tiles(), kind))

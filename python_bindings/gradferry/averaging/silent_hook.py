@@ -11,8 +11,8 @@ import torch
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gradferry.averaging.step_numbers import PassCounter, call_after_steps
 from gradferry.core.warn import warn_and_log
-from gradferry.reduction.step_numbers import PassCounter, call_after_steps
 
 SILENT_STEPS = 3  # so many ...
 WINDOW = 30  # ... among so many steps of an optimizer are no accident

@@ -13,14 +13,14 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from gradferry import _native
+from gradferry.averaging import step_numbers
+from gradferry.averaging.momentum import DeliveredMomentum
+from gradferry.averaging.running import Running
+from gradferry.averaging.step_numbers import Stats
 from gradferry.core.config import Config
 from gradferry.core.nodes import Nodes
 from gradferry.core.parameters import ParameterLayout
 from gradferry.errors import ConfigError
-from gradferry.reduction import step_numbers
-from gradferry.reduction.momentum import DeliveredMomentum
-from gradferry.reduction.running import Running
-from gradferry.reduction.step_numbers import Stats
 
 
 class Averaging(ABC):

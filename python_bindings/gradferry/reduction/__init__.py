@@ -1,1 +1,0 @@
-"""The averaging of named tensors over a process group: agreement, engine, numbers, saved state."""
