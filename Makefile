@@ -44,10 +44,10 @@ quiet := tools/quiet.sh
 # What is compiled of folders that also hold tests in Python.
 cpp_of = $(shell find $(1) -type f -not -name '*.py' -not -path '*/__pycache__/*')
 # Folders are listed too: theirs is the timestamp that changes when a file goes away.
-core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels measure benchmarks/CMakeLists.txt benchmarks/*.cpp \
+core_inputs := $(shell find CMakeLists.txt CMakePresets.json cmake include kernels benchmarks/CMakeLists.txt benchmarks/*.cpp benchmarks/*.h \
     hooks/protocol 2>/dev/null) \
     $(call cpp_of,tests/kernels tests/engine tests/fuzz)
-package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks measure python_bindings benchmarks/gradferry_lab \
+package_inputs := $(shell find pyproject.toml README.md CMakeLists.txt cmake include hooks python_bindings benchmarks/gradferry_lab \
     examples/cpp kernels/common \
     -not -name __pycache__ -not -name '*.pyc' 2>/dev/null) \
     $(call cpp_of,tests/engine tests/faults tests/reducer) tests/kernels/host_library.h tests/kernels/host_library.cpp tests/kernels/numbers.h
@@ -221,7 +221,7 @@ sass: $(package_ready)  ## instructions, registers and occupancy of every CUDA k
 	@$(bin)/python tools/count_sass.py
 
 # --- lint ------------------------------------------------------------------------------------------
-cpp_files := $(shell find include kernels measure hooks python_bindings benchmarks \
+cpp_files := $(shell find include kernels hooks python_bindings benchmarks \
     tests examples/cpp \
     '(' -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' ')' 2>/dev/null)
 cpp_headers := $(filter %.h,$(cpp_files))

@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build/gpu"
-SOURCES = "benchmarks/gradferry_lab cmake hooks include kernels measure python_bindings tests tools"
+SOURCES = "benchmarks/gradferry_lab cmake hooks include kernels python_bindings tests tools"
 KERNELS, PACKAGE = "build/gpu/kernels", "build/gpu/package"
 CMAKE = "cmake -S . -G Ninja -DCMAKE_BUILD_TYPE=Release -DGRADFERRY_GPU_CHECK=ON -B"
 PROGRAM = f"{KERNELS}/tests/kernels/cuda/standalone/gradferry_gpu_check"

@@ -1,5 +1,7 @@
 // One codec on a device as an engine there uses it, for measurements: the kernels of chunks, for a
 // chunk that holds one parameter. Each call is one launch on the current stream.
+#include <ATen/Functions.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -10,7 +12,6 @@
 #include <vector>
 
 #include "bindings.h"
-#include "device_memory.h"
 #include "gradferry/device_library.h"
 #include "protocol/faults.h"
 #include "protocol/messages.h"
@@ -74,7 +75,7 @@ class DeviceCodec {
   const at::Tensor& reduced() const { return reduced_; }
 
   void encode(const at::Tensor& gradient, const std::optional<at::Tensor>& residual) const {
-    expect_gradient(gradient, device_, dtype_, num_elements_);
+    expect_gradient(gradient);
     chunk_kernels().encode({.chunk = chunk(Call::kEncode, residual),
                             .gradient = gradient.const_data_ptr(),
                             .gain = gain(),
@@ -118,7 +119,7 @@ class DeviceCodec {
   }
 
   void decode(const at::Tensor& gradient, const std::optional<at::Tensor>& residual) const {
-    expect_gradient(gradient, device_, dtype_, num_elements_);
+    expect_gradient(gradient);
     chunk_kernels().decode({.chunk = chunk(Call::kDecode, residual),
                             .received = {.messages = reduced_message(),
                                          .num_messages = 1,
@@ -153,9 +154,15 @@ class DeviceCodec {
  private:
   // --- memory
 
-  at::Tensor zeros(uint64_t num_bytes) const { return zeros_on(device_, num_bytes); }
+  at::Tensor zeros(uint64_t num_bytes) const {
+    return at::zeros({static_cast<int64_t>(num_bytes)},
+                     at::TensorOptions().dtype(at::kByte).device(device_));
+  }
+  // `data`: in host memory. Waits for the copy.
   at::Tensor upload(const void* data, uint64_t num_bytes) const {
-    return upload_to(device_, data, num_bytes);
+    const at::Tensor host = at::empty({static_cast<int64_t>(num_bytes)}, at::kByte);
+    std::memcpy(host.mutable_data_ptr(), data, num_bytes);
+    return host.to(device_);
   }
 
   uint32_t tile_bytes(uint64_t count, Stage stage) const {
@@ -215,16 +222,17 @@ class DeviceCodec {
   ChunkBatch chunk(Call call, const std::optional<at::Tensor>& residual) const {
     const auto* tiles = static_cast<const ChunkTile*>(tiles_.const_data_ptr());
     const auto* codecs = static_cast<const ChunkCodec*>(chunk_codec_.const_data_ptr());
-    return {.tiles = tiles + table_of(call, residual.has_value()),
-            .num_tiles = static_cast<uint32_t>(num_tiles_),
-            .codecs = codecs,
-            .rows = 1U << row_of(*codec_.codec),
-            .dtype = dtype_,
-            .hold_zero_tiles = !momentum_,
-            .seed = 0,
-            .envelope = kEnvelope,
-            .progress = static_cast<ChunkProgress*>(progress_.mutable_data_ptr()),
-            .stream = current_stream_of(device_)};
+    return {
+        .tiles = tiles + table_of(call, residual.has_value()),
+        .num_tiles = static_cast<uint32_t>(num_tiles_),
+        .codecs = codecs,
+        .rows = 1U << row_of(*codec_.codec),
+        .dtype = dtype_,
+        .hold_zero_tiles = !momentum_,
+        .seed = 0,
+        .envelope = kEnvelope,
+        .progress = static_cast<ChunkProgress*>(progress_.mutable_data_ptr()),
+        .stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).native_handle()};
   }
   const Message* received_messages() const {
     return static_cast<const Message*>(messages_.const_data_ptr());
@@ -236,6 +244,14 @@ class DeviceCodec {
   uint32_t* flags() const { return static_cast<uint32_t*>(flags_.mutable_data_ptr()); }
   Findings* findings() const { return static_cast<Findings*>(findings_.mutable_data_ptr()); }
 
+  void expect_gradient(const at::Tensor& gradient) const {
+    GRADFERRY_EXPECTS(gradient.device() == device_ && gradient.is_contiguous() &&
+                          static_cast<uint64_t>(gradient.numel()) == num_elements_ &&
+                          to_scalar_type(gradient.scalar_type()) == dtype_,
+                      kConfig,
+                      "gradient must be contiguous, of the right dtype, on " + device_.str() +
+                          ", with " + std::to_string(num_elements_) + " elements");
+  }
   float* residual_of(const std::optional<at::Tensor>& residual) const {
     if (!residual) return nullptr;
     GRADFERRY_EXPECTS(residual->device() == device_ && residual->is_contiguous() &&

@@ -19,8 +19,6 @@ void bind_engine(py::module_& module);
 void bind_meetings(py::module_& module);  // after bind_engine()
 void bind_ddp_hook(py::module_& module);
 void bind_device_codec(py::module_& module);
-void bind_device_node(py::module_& module);
-void bind_roof_timing(py::module_& module);
 void bind_compressed_mean(py::module_& module);
 
 // Whether it is an EchoError.

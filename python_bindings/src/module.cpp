@@ -10,7 +10,5 @@ PYBIND11_MODULE(_native, module) {
   gradferry::bind_meetings(module);
   gradferry::bind_ddp_hook(module);
   gradferry::bind_device_codec(module);
-  gradferry::bind_device_node(module);
-  gradferry::bind_roof_timing(module);
   gradferry::bind_compressed_mean(module);
 }

@@ -1,5 +1,5 @@
-"""`_native.DeviceCodec` and `DeviceNode`, which the measurements on a device time: on the fake
-device, against the codecs of the CPU and sums in numpy.
+"""`_native.DeviceCodec`, which the measurements on a device time: on the fake device, against the
+codecs of the CPU.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gradferry import _native
@@ -234,77 +233,3 @@ def test_bad_arguments_are_refused(device_worlds: Worlds) -> None:
 def assert_says(said: list[str], *parts: str) -> None:
     for text, part in zip(said, parts, strict=True):
         assert part in text
-
-
-# --- nodes
-
-
-def make_node(num_elements: int = NUM_ELEMENTS, num_ranks: int = RANKS) -> _native.DeviceNode:
-    import fake_device
-    from gradferry.core.device import load_kernels
-
-    load_kernels(fake_device.DEVICE.type)
-    return _native.DeviceNode(
-        dtype=torch.float32,
-        num_elements=num_elements,
-        device=fake_device.DEVICE,
-        num_ranks=num_ranks,
-    )
-
-
-def case_sum() -> tuple[list[np.ndarray], int, str]:
-    """Without what came from the last sibling, with it, and behind it; launches; races."""
-    import fake_device
-
-    node = make_node()
-    gradients = [on_device(gaussian(rank)) for rank in range(RANKS)]
-    sums = []
-    for rank in range(1, RANKS):
-        node.receive(rank, gradients[rank])
-        sums.append(node.sum(gradients[0]).cpu().numpy())
-    node.pack(gradients[0])  # for a sibling: changes nothing here
-    sums.append(node.sum(gradients[0]).cpu().numpy())
-    launches = launches_of(lambda: (node.pack(gradients[0]), node.sum(gradients[0])))
-    return sums, launches, str(fake_device.machine.races())
-
-
-def test_a_node_adds_in_rank_order(device_worlds: Worlds) -> None:
-    ((sums, launches, races),) = device_worlds(1).run(case_sum)
-    own, one, two = (gaussian(rank).numpy() for rank in range(RANKS))
-    expected = (own + one + two) * np.float32(1 / RANKS)
-    assert np.isnan(sums[0]).all()  # a message has not come
-    assert sums[1].tobytes() == sums[2].tobytes() == expected.tobytes()
-    assert (launches, races) == (2, "[]")
-
-
-def case_node_refused() -> list[str]:
-    from outcomes import attempt
-
-    node = make_node()
-    calls: list[Callable[[], object]] = [
-        lambda: make_node(num_ranks=0),
-        lambda: make_node(num_elements=0),
-        lambda: make_node(num_elements=1 << 29, num_ranks=3),
-        lambda: node.receive(0, on_device(gaussian(0))),
-        lambda: node.receive(RANKS, on_device(gaussian(0))),
-        lambda: node.sum(gaussian(0)),
-        lambda: node.pack(on_device(gaussian(0))[1:]),
-    ]
-    outcomes = [attempt(call) for call in calls]
-    assert {outcome.error for outcome in outcomes} == {"ConfigError"}
-    return [outcome.text for outcome in outcomes]
-
-
-def test_what_cannot_be_summed_is_refused(device_worlds: Worlds) -> None:
-    (said,) = device_worlds(1).run(case_node_refused)
-    wrong_gradient = "gradient must be contiguous, of the right dtype, on fake:0, with 9192"
-    assert_says(
-        said,
-        "a node has at least one rank and one element, not 0 and",
-        "not 3 and 0",
-        "messages of 536870912 elements from 3 ranks exceed 4 GiB",
-        "rank must be 1 to 2, not 0",
-        "rank must be 1 to 2, not 3",
-        wrong_gradient,
-        wrong_gradient,
-    )

@@ -1,7 +1,6 @@
 """Checks the dependency law of the C++ rooms: python_bindings -> hooks -> include <- kernels.
 
-measure times codecs, with include and kernels; python_bindings binds it, benchmarks are programs on
-it. Run it as a script; it prints one line per violation and fails if there is one.
+Run it as a script; it prints one line per violation and fails if there is one.
 """
 
 import re
@@ -9,7 +8,7 @@ import sys
 from pathlib import Path
 
 TORCH = r"(torch|ATen|c10|pybind11)/|Python\.h$"
-ROOMS = ("include", "kernels", "hooks", "measure", "benchmarks", "python_bindings")
+ROOMS = ("include", "kernels", "hooks", "benchmarks", "python_bindings")
 # What must not include what: patterns of a path from the root or, where no file of ours has that
 # name, of the name. ROOM is the group of the first pattern.
 LAW = (
@@ -27,8 +26,7 @@ LAW = (
     (r"hooks/protocol/", r"hooks/[^/]+$", "hooks/protocol/ knows nothing else of hooks/"),
     (r"hooks/(?!host/)", r"hooks/host/", "hooks/host/ is for itself"),
     (r"hooks/(?!device/)", r"hooks/device/", "hooks/device/ is for itself"),
-    (r"measure/", r"(?!include|kernels|measure)ROOMS/", "measure/ knows include/ and kernels/"),
-    (r"benchmarks/", r"(?!include|measure|bench)ROOMS/", "benchmarks/ knows include/ and measure/"),
+    (r"benchmarks/", r"(?!include|kernels|bench)ROOMS/", "benchmarks/ knows include/ and kernels/"),
     (r"python_bindings/", r"(kernels|benchmarks)/", "python_bindings/ knows no kernels"),
 )
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]')

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 GLOSSARY = "docs/design/architecture.md"
-FOLDERS = ("python_bindings", "benchmarks", "hooks", "include", "kernels", "measure")
+FOLDERS = ("python_bindings", "benchmarks", "hooks", "include", "kernels")
 _NO_SUBJECT = re.compile(r"(?:^|[.!?:]\s+)((?:Of|That|As) \S+ \S+)")
 
 

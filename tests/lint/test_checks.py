@@ -108,7 +108,7 @@ def test_lawful_prose_is_no_violation(tmp_path: Path) -> None:
             "def f():\n    '''Runs. That of f.'''\n",
             "benchmarks/a.py:1: no subject",
         ),
-        ("measure/a.py", "# A line.\n# As before, again.\n", "measure/a.py:1: no subject"),
+        ("hooks/a.py", "# A line.\n# As before, again.\n", "hooks/a.py:1: no subject"),
     ],
 )
 def test_planted_word_is_found(tmp_path: Path, name: str, text: str, where: str) -> None:

@@ -1,6 +1,6 @@
 // The roof's loops, compiled once per instruction set like the kernels.
+#include "benchmarks/roof.h"
 #include "kernels/common/simd.h"
-#include "measure/roof.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 namespace {
@@ -66,7 +66,6 @@ void interleaved(std::span<const RoofStream> streams, size_t num_slices) {
 
 }  // namespace
 
-void roof(RoofShape shape, std::span<const RoofStream> streams, size_t num_slices);
 void roof(RoofShape shape, std::span<const RoofStream> streams, size_t num_slices) {
   switch (shape) {
     case RoofShape::kPhased: return phased<false, false>(streams, num_slices);

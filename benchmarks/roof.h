@@ -2,10 +2,7 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <span>
-
-#include "gradferry/codec.h"
 
 namespace gradferry {
 
@@ -25,15 +22,14 @@ enum class RoofShape {
   kInterleaved,  // one cache line of every stream in turn
   kInterleavedNonTemporal,
 };
-inline constexpr RoofShape kRoofShapes[] = {
-    RoofShape::kPhased,
-    RoofShape::kPhasedAhead,
-    RoofShape::kPhasedNonTemporal,
-    RoofShape::kPhasedAheadNonTemporal,
-    RoofShape::kInterleaved,
-    RoofShape::kInterleavedNonTemporal,
-};
 
-void run_roof(Isa isa, RoofShape shape, std::span<const RoofStream> streams, size_t num_slices);
+// One per instruction set, from roof_loops.cpp.
+#define GRADFERRY_DECLARE_ROOF(isa)                                                   \
+  namespace isa {                                                                     \
+  void roof(RoofShape shape, std::span<const RoofStream> streams, size_t num_slices); \
+  }
+GRADFERRY_DECLARE_ROOF(scalar)
+GRADFERRY_DECLARE_ROOF(avx2)
+GRADFERRY_DECLARE_ROOF(avx512)
 
 }  // namespace gradferry
