@@ -69,7 +69,7 @@ class Row:
     def expected(self) -> Expected:
         place = (self.fault, self.phase)
         if self.victim == 0:
-            return WITHOUT_STORE if self.exchange == "flat" else WITHOUT_STORE_OR_ORDER
+            return WITHOUT_STORE
         return EXPECTED_IN.get(place, EXPECTED[self.fault])
 
     @property
@@ -153,14 +153,10 @@ LIED = {
 FORWARDED = Expected(
     error="ProtocolError", text=r"rank \d refused a message from rank \d .*, gather\): checksum is"
 )
-WITHOUT_STORE = Expected(
-    text=r"rank \d lost contact with rank 0\b.*: its connection was closed.*"
-    "the store does not answer",
-    alike=False,
-)
 # A rank may first see another one's end, which is a consequence.
-WITHOUT_STORE_OR_ORDER = Expected(
-    text=r"rank \d lost contact with (rank \d|another rank) .*its connection was closed",
+WITHOUT_STORE = Expected(
+    text=r"rank \d lost contact with (rank \d|another rank) .*: its connection was closed.*"
+    "the store does not answer",
     alike=False,
 )
 EXPECTED = {

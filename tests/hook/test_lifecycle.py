@@ -40,9 +40,19 @@ def open_files() -> int:
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"native": True},
+        {"native": False},
+        {"options": {"check_every": 1}},
+        {"options": {"momentum": 0.5, "warmup_steps": 1}},
+        {"codec": "auto"},
+    ],
+    ids=str,
+)
 @on_ranks()
-def test_six_lives_in_one_process_leave_nothing_behind(native: bool) -> None:
+def test_six_lives_in_one_process_leave_nothing_behind(change: dict[str, Any]) -> None:
     """Engine threads of its own are those of a model's life; open files, and what the garbage
     collector knows of, stay as they are.
     """
@@ -50,7 +60,7 @@ def test_six_lives_in_one_process_leave_nothing_behind(native: bool) -> None:
     before = engine_threads()  # of models that other tests have left behind
     counts = []
     for seed in range(6):
-        run = Run(Scenario(WEIGHTS, native=native, seed=seed))
+        run = Run(Scenario(WEIGHTS, seed=seed, **change))
         run.step(0)
         run.step(1)
         threads = engine_threads() - before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
@@ -84,10 +84,20 @@ class ModelWatch:
         says, at the same point on all ranks.
         """
         if self._every:
-            self._hook.call_at(self._every, self._check, "parameters")
+            self._compare_at(self._every)
 
-    def _check(self, hook: _native.BucketHook, step: int) -> None:
-        hook.call_at((step // self._every + 1) * self._every, self._check, "parameters")
+    def _compare_at(self, step: int) -> None:
+        # Weak: the hook would hold this watch, which holds it, where no garbage collector sees it.
+        check = WeakMethod(self._check)
+
+        def compare(_: _native.BucketHook, step: int) -> None:
+            if live := check():
+                live(step)
+
+        self._hook.call_at(step, compare, "parameters")
+
+    def _check(self, step: int) -> None:
+        self._compare_at((step // self._every + 1) * self._every)
         self.expect_unchanged()
 
     def expect_unchanged(self) -> None:
