@@ -102,11 +102,16 @@ def run(arguments: argparse.Namespace) -> int:
     def report(found: tuple[Sequence[TrainingRun], float], where: Where) -> int:
         runs, waited = found
         rows = [_row(task, run, steps, arguments.seed, where.link) for run in runs]
-        curves = [Curve(run.hook, run.losses, run.cumulative_wire_bytes) for run in runs]
+        timed = _has_times(rows)
+        curves = [
+            Curve(run.hook, run.losses, run.cumulative_wire_bytes, run.seconds if timed else ())
+            for run in runs
+        ]
         picture = arguments.out / "loss_curves.png"
         picture.write_bytes(draw_loss_curves(curves, f"training loss, {task.metric}"))
         console.print()
-        print_line(console, f"Loss against bytes sent: {picture}")
+        against = "bytes sent and seconds" if timed else "bytes sent"
+        print_line(console, f"Loss against {against}: {picture}")
         console.print()
         print_table(console, demo_table(rows, waited))
         if verdict := _verdict(rows):

@@ -98,7 +98,9 @@ def test_markdown_table_has_every_cell_on_one_line(table):
 def test_draw_loss_curves_gives_a_png():
     assert running_mean([4.0, 2.0, 6.0, 1.0], 2) == [4.0, 3.0, 4.0, 3.5]
     curves = [Curve("q4", [3.0, 2.0], [10, 20]), Curve("off", [3.0, float("nan")], [0, 0])]
-    assert draw_loss_curves(curves, "nats").startswith(b"\x89PNG\r\n\x1a\n")
+    timed = [Curve("q4", [3.0, 2.0], [10, 20], [0.5, 0.25])]
+    for each in (curves, timed):
+        assert draw_loss_curves(each, "nats").startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_a_status_without_a_terminal_is_a_line_now_and_then_with_the_time_left():

@@ -44,6 +44,7 @@ class TrainingRun:
     gathered_loss: float | None  # as final_loss, of a sharded model as it computes; None: whole
     losses: list[float]  # of the training batches, one per step, mean over ranks
     cumulative_wire_bytes: list[int]  # sent by the rank that sends most, after each step
+    seconds: list[float]  # that each step took on its slowest rank
     wire_bytes_formula: int  # of that rank, per step
     fp32_bytes: int  # per step: HookHandle.dense_bytes
     ms_per_step: float  # median over steps of the slowest rank
@@ -271,6 +272,7 @@ def _combine(handle: HookHandle, ranks: list[_RankRun]) -> TrainingRun:
         gathered_loss=_mean(gathered, lambda sums: sums.loss) if gathered else None,
         losses=[fmean(losses) for losses in zip(*(run.losses for run in ranks), strict=True)],
         cumulative_wire_bytes=busiest.wire_bytes,
+        seconds=[max(seconds) for seconds in zip(*(run.seconds for run in ranks), strict=True)],
         wire_bytes_formula=busiest.formula_bytes,
         fp32_bytes=handle.dense_bytes,
         ms_per_step=1000 * max(median(seconds) for seconds in timed),
