@@ -6,23 +6,31 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gradferry_lab.cli import parser
 
+Row = tuple[str, str]  # an option and its meaning
+
 PAGE = Path(__file__).parents[1] / "docs/reference/command_line.md"
 _HEAD = """# Command line
 
-Made from the parsers of the command line. What columns and keys of results mean:
-[benchmarks](../results/benchmarks.md). Exit codes: 0, 1 for an error or a demand that was not met,
-2 for a wrong command line, 130 after Ctrl-C.
+Made from the parsers of the command line. Columns and keys of results are defined
+[here](../results/performance.md#measuring-it-yourself). Exit codes: 0; 1 for an error or a demand
+that was not met; 2 for a wrong command line; 130 after Ctrl-C.
 """
+_SHARED = "Options of several commands"
 
 
 def page() -> str:
     """The page's text."""
-    return _HEAD + "".join(_section(name, each) for name, each in _commands(parser()))
+    commands = list(_commands(parser()))
+    used = Counter(row for _, command in commands for row in _rows(command))
+    shared = [row for row, times in used.items() if times > 1]
+    sections = [_section(name, command, shared) for name, command in commands]
+    return "".join([_HEAD, *sections, f"\n## {_SHARED}\n\n", _table(shared)])
 
 
 def _commands(
@@ -37,14 +45,26 @@ def _commands(
     yield prefix, of
 
 
-def _section(name: str, command: argparse.ArgumentParser) -> str:
+def _section(name: str, command: argparse.ArgumentParser, shared: Sequence[Row]) -> str:
     description = _prose(command.description or "").removeprefix(f"`{name}`: ")
-    lines = [f"\n## {name}\n", description[:1].upper() + description[1:]]
+    rows = _rows(command)
+    own = [row for row in rows if row not in shared]
+    text = f"\n## {name}\n\n{description[:1].upper()}{description[1:]}\n"
+    if own:
+        text += f"\n{_table(own)}"
+    if len(own) < len(rows):
+        names = ", ".join(row[0].split(" ")[0] for row in rows if row in shared)
+        text += f"\nAlso {names}: [below](#{_SHARED.lower().replace(' ', '-')}).\n"
+    return text
+
+
+def _rows(command: argparse.ArgumentParser) -> list[Row]:
     shown = (each for each in command._actions if each.help != argparse.SUPPRESS)
-    actions = [each for each in shown if each.dest != "help"]
-    if actions:
-        lines += ["", "| option | meaning |", "| --- | --- |"]
-        lines += [f"| {_option(each)} | {_meaning(command, each)} |" for each in actions]
+    return [(_option(each), _meaning(command, each)) for each in shown if each.dest != "help"]
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = ["| option | meaning |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows)]
     return "\n".join(lines) + "\n"
 
 

@@ -180,7 +180,7 @@ def parse_size(flag: str, text: str) -> int:
 def collective_rows(
     outcomes: Sequence[CollectiveOutcome], options: CollectiveOptions, where: Where
 ) -> list[dict[str, Any]]:
-    """Rows of the JSON file; docs/results/benchmarks.md defines every key."""
+    """Rows of the JSON file; docs/results/performance.md defines every key."""
     rows = []
     for outcome in outcomes:
         backend = [o for o in outcomes if o.name in TORCH_DTYPES]

@@ -202,7 +202,7 @@ def _check_sharding(arguments: argparse.Namespace) -> None:
 def train_rows(
     outcomes: Sequence[TrainOutcome], options: TrainOptions, where: Where
 ) -> list[dict[str, Any]]:
-    """Rows of the JSON file; docs/results/benchmarks.md defines every key."""
+    """Rows of the JSON file; docs/results/performance.md defines every key."""
     by_hook = {outcome.hook: outcome.round_ms for outcome in outcomes}
     none, sync = by_hook[NO_HOOK], by_hook.get(SYNC_HOOK)
     torch_ms = _best_of_torch(outcomes)

@@ -109,11 +109,58 @@ def write_markdown(
     """Replaces the results in a document. Raises ConfigError when it has no place for them."""
     facts = ", ".join(f"{key} {value}" for key, value in environment.items())
     parts = [f"{_verdict_line(outcomes)} Obtained with: {facts}."]
-    for outcome in outcomes:
-        parts.append(markdown_table(table_of(suite, outcome)).strip())
+    parts += [markdown_table(table).strip() for table in document_tables(outcomes)]
     own = suite.name in (SHARDED.name, LARGE.name)
     section = f"{_SECTION} --{suite.name}" if own else _SECTION
     replace_section(path, section, "\n\n".join(parts))
+
+
+def document_tables(outcomes: Sequence[Outcome]) -> list[Table]:
+    """For each optimizer a table with a row per contestant and a column per task.
+
+    Tasks that measure a gap, which is no loss, have a table of their own.
+    """
+    groups: dict[tuple[str, bool], list[Outcome]] = {}
+    for outcome in outcomes:
+        key = outcome.summaries[0].contestant.optimizer, _is_gap(outcome)
+        groups.setdefault(key, []).append(outcome)
+    return [_document_table(group) for group in groups.values()]
+
+
+def _document_table(group: Sequence[Outcome]) -> Table:
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for outcome in group:
+        for summary in outcome.summaries:
+            row = rows.setdefault(tuple(summary.contestant.facts().values()), {"of": summary})
+            row[outcome.task.name] = _document_cell(outcome, summary)
+    tasks = [outcome.task.name for outcome in group]
+    title = f"{group[0].summaries[0].contestant.optimizer}: {', '.join(tasks)}"
+    columns = [
+        Column("optimizer", lambda row: row["of"].contestant.optimizer, is_number=False),
+        Column("codec", lambda row: row["of"].contestant.codec, is_number=False),
+        Column("mode", lambda row: _mode_and_warmup(row["of"].contestant), is_number=False),
+        *map(_task_column, tasks),
+        Column("fp32 / sent", lambda row: f"{row['of'].ratio:.1f}"),
+    ]
+    if len({row["of"].contestant.optimizer for row in rows.values()}) == 1:
+        columns = columns[1:]
+    return Table(title, columns, list(rows.values()))
+
+
+def _task_column(task: str) -> Column:
+    return Column(task, lambda row: row.get(task, ""))
+
+
+def _document_cell(outcome: Outcome, summary: Summary) -> str:
+    """The loss of the baseline, the excess of others, a gap; and the band, where there is one."""
+    if summary is outcome.summaries[0]:
+        return f"{_loss(summary.loss)} ± {_loss(summary.spread)}"
+    text = _loss(summary.loss) if _is_gap(outcome) else _percent(summary.excess)
+    return text if summary.band is None else f"{text} ({_band(summary)})"
+
+
+def _mode_and_warmup(one: Contestant) -> str:
+    return f"{_mode(one)}, warm-up {one.warmup}" if one.warmup else _mode(one)
 
 
 def _verdict_line(outcomes: Sequence[Outcome]) -> str:
