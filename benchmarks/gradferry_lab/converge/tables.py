@@ -133,13 +133,12 @@ def _document_table(group: Sequence[Outcome]) -> Table:
         for summary in outcome.summaries:
             row = rows.setdefault(tuple(summary.contestant.facts().values()), {"of": summary})
             row[outcome.task.name] = _document_cell(outcome, summary)
-    tasks = [outcome.task.name for outcome in group]
-    title = f"{group[0].summaries[0].contestant.optimizer}: {', '.join(tasks)}"
+    title = group[0].summaries[0].contestant.optimizer
     columns = [
         Column("optimizer", lambda row: row["of"].contestant.optimizer, is_number=False),
         Column("codec", lambda row: row["of"].contestant.codec, is_number=False),
         Column("mode", lambda row: _mode_and_warmup(row["of"].contestant), is_number=False),
-        *map(_task_column, tasks),
+        *map(_task_column, group),
         Column("fp32 / sent", lambda row: f"{row['of'].ratio:.1f}"),
     ]
     if len({row["of"].contestant.optimizer for row in rows.values()}) == 1:
@@ -147,16 +146,18 @@ def _document_table(group: Sequence[Outcome]) -> Table:
     return Table(title, columns, list(rows.values()))
 
 
-def _task_column(task: str) -> Column:
-    return Column(task, lambda row: row.get(task, ""))
+def _task_column(outcome: Outcome) -> Column:
+    task = outcome.task.name
+    return Column(task if _is_gap(outcome) else f"{task}, %", lambda row: row.get(task, ""))
 
 
 def _document_cell(outcome: Outcome, summary: Summary) -> str:
     """The loss of the baseline, the excess of others, a gap; and the band, where there is one."""
     if summary is outcome.summaries[0]:
         return f"{_loss(summary.loss)} ± {_loss(summary.spread)}"
-    text = _loss(summary.loss) if _is_gap(outcome) else _percent(summary.excess)
-    return text if summary.band is None else f"{text} ({_band(summary)})"
+    text = _loss(summary.loss) if _is_gap(outcome) else f"{100 * summary.excess:+.2f}"
+    band = _band(summary).replace(" %", "").replace("+", "")
+    return text if summary.band is None else f"{text} ({band})"
 
 
 def _mode_and_warmup(one: Contestant) -> str:
