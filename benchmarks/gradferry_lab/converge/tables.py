@@ -134,6 +134,8 @@ def _document_table(group: Sequence[Outcome]) -> Table:
             row = rows.setdefault(tuple(summary.contestant.facts().values()), {"of": summary})
             row[outcome.task.name] = _document_cell(outcome, summary)
     title = group[0].summaries[0].contestant.optimizer
+    if _is_gap(group[0]):
+        title += f", {group[0].task.name}"
     columns = [
         Column("optimizer", lambda row: row["of"].contestant.optimizer, is_number=False),
         Column("codec", lambda row: row["of"].contestant.codec, is_number=False),
@@ -170,8 +172,8 @@ def _verdict_line(outcomes: Sequence[Outcome]) -> str:
     if not demands:
         return "Nothing is judged."
     if not broken:
-        return f"All {demands} demands are met."
-    return f"{len(broken)} of {demands} demands are not met: {'; '.join(broken)}."
+        return f"All {demands} requirements are met."
+    return f"{len(broken)} of {demands} requirements are not met: {'; '.join(broken)}."
 
 
 def _mode(one: Contestant) -> str:
