@@ -107,7 +107,7 @@ def write_markdown(
     suite: Suite, outcomes: Sequence[Outcome], environment: Mapping[str, Any], path: Path
 ) -> None:
     """Replaces the results in a document. Raises ConfigError when it has no place for them."""
-    facts = ", ".join(f"{key} {value}" for key, value in environment.items())
+    facts = ", ".join(f"{key} {value}" for key, value in environment.items() if key != "os")
     parts = [f"{_verdict_line(outcomes)} Obtained with: {facts}."]
     parts += [markdown_table(table).strip() for table in document_tables(outcomes)]
     own = suite.name in (SHARDED.name, LARGE.name)
