@@ -13,6 +13,12 @@ dead. Each has a token, which is in the names of its files:
 
 A save whose draft was removed cannot complete. So a file can be removed once the draft of its save
 is gone, if the manifest read after that does not name it.
+
+torch.distributed.checkpoint is not beneath this, since it keeps none of these promises: it writes
+over the files of the old checkpoint, and removes its metadata before it renames the new one; of
+what ranks save under one name it keeps one value; it unpickles metadata and objects that may run
+code, and compares no digests. A folder of its own for each save, a pointer to the complete one, and
+all that is below would still be needed.
 """
 
 from __future__ import annotations
@@ -24,7 +30,6 @@ import socket
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -140,16 +145,21 @@ def load(folder: str | Path, rank: int | None = None) -> dict[str, Any]:
     Raises:
         StateError: there is no checkpoint, it has no such rank, or it was damaged.
     """
-    saved = _read_manifest(Path(folder))
+    files, ranks = _read_manifest(Path(folder))
     if rank is None:
-        rank = saved.index_of_this_rank()
-    number = as_whole(rank)
-    if number is None or not 0 <= number < len(saved.files):
+        if not dist.is_initialized():
+            raise StateError("no process group says which rank this is; pass rank= to load()")
+        mine = dist.get_rank()
+        number, named = ranks.index(mine) if mine in ranks else None, f"{mine} of the default group"
+    else:
+        number, named = as_whole(rank), str(rank)
+    if number is None or not 0 <= number < len(files):
         raise StateError(
-            f"the checkpoint in {folder} is of {len(saved.files)} ranks and has nothing of rank "
-            f"{rank}; load_all() gives what they saved"
+            f"the checkpoint in {folder} is of {len(files)} ranks, {_native.name_ranks(ranks)} of "
+            f"the default group, and has nothing of rank {named}; pass rank= to load(), counted "
+            "among the ranks that saved, or take what all saved from load_all()"
         )
-    return _read(Path(folder), saved.files[number])
+    return _read(Path(folder), files[number])
 
 
 def load_all(folder: str | Path) -> list[dict[str, Any]]:
@@ -162,7 +172,7 @@ def load_all(folder: str | Path) -> list[dict[str, Any]]:
     Raises:
         StateError: as `load`.
     """
-    return [_read(Path(folder), entry) for entry in _read_manifest(Path(folder)).files]
+    return [_read(Path(folder), entry) for entry in _read_manifest(Path(folder))[0]]
 
 
 class ResizedState:
@@ -358,57 +368,28 @@ def _remove(path: Path) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _Manifest:
-    """What a folder holds.
-
-    Attributes:
-        folder: that folder.
-        files: of the ranks that saved, in order: name, bytes and digest.
-        ranks: of those that saved, in the default group.
-    """
-
-    folder: Path
-    files: list[dict[str, Any]]
-    ranks: list[int]
-
-    def index_of_this_rank(self) -> int:
-        """Raises StateError if this rank of the default group saved nothing."""
-        if not dist.is_initialized():
-            raise StateError("no process group says which rank this is; pass rank= to load()")
-        rank = dist.get_rank()
-        if rank not in self.ranks:
-            raise StateError(
-                f"the checkpoint in {self.folder} is of {_native.name_ranks(self.ranks)} of the "
-                f"default group and has nothing of rank {rank}; pass rank= to load(), counted "
-                "among the ranks that saved, or take what all saved from load_all()"
-            )
-        return self.ranks.index(rank)
-
-
-def _read_manifest(folder: Path) -> _Manifest:
+def _read_manifest(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The files of the ranks that saved: name, bytes and digest; and these in the default group."""
     path = folder / _MANIFEST
     try:
         manifest = json.loads(path.read_text())
-        known = manifest["format"] == _FORMAT
-        files = list(manifest["files"]) if known else []
-        ranks = list(manifest["ranks"]) if known else []
+        if manifest["format"] != _FORMAT:
+            raise StateError(
+                f"the checkpoint in {folder} has format {manifest['format']!r}, and this gradferry "
+                f"reads format {_FORMAT}; load it with the version that saved it, or a newer one"
+            )
+        files, ranks = list(manifest["files"]), list(manifest["ranks"])
+        if not all(_OF_A_SAVE.fullmatch(file["name"]) for file in files):
+            raise ValueError("it names foreign files")
+        if [*map(type, ranks)] != [int] * len(files):
+            raise ValueError(f"its ranks are {ranks!r:.60}")
     except FileNotFoundError:
         raise StateError(f"there is no checkpoint in {folder}: {_MANIFEST} is missing") from None
     except OSError as error:
         raise StateError(f"the checkpoint in {folder} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{path} is no manifest of a checkpoint: {error}") from error
-    if not all(isinstance(f, dict) and _OF_A_SAVE.fullmatch(str(f.get("name"))) for f in files):
-        raise StateError(f"{path} is no manifest of a checkpoint: it names foreign files")
-    if not known:
-        raise StateError(
-            f"the checkpoint in {folder} has format {manifest['format']!r}, and this gradferry "
-            f"reads format {_FORMAT}; load it with the version that saved it, or a newer one"
-        )
-    if len(ranks) != len(files) or not all(type(rank) is int for rank in ranks):
-        raise StateError(f"{path} is no manifest of a checkpoint: its ranks are {ranks!r:.60}")
-    return _Manifest(folder, files, ranks)
+    return files, ranks
 
 
 def _read(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:

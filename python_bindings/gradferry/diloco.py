@@ -1,6 +1,6 @@
 """`DiLoCo`: ranks train alone, and now and then average their pseudo-gradients.
 
-`Place` says where a rank can be in this protocol, and `_MOVES` how it gets from one to another.
+`Place` says where a rank can be in this protocol, and how it gets from one to another.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import time
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from enum import Enum
-from types import FrameType
-from typing import Any, NamedTuple, NoReturn, TypedDict
+from functools import partial
+from traceback import walk_stack
+from typing import Any, NoReturn, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from typing_extensions import Unpack
 
-from gradferry import _native
 from gradferry.averaging.global_parameters import (
     GlobalParameters,
     checked_decay,
@@ -65,18 +65,17 @@ REFUSED = (
     "check_every",
 )
 OUTER_SHARE = 0.05  # of the time of training that an outer step may take unnoticed
-_OUTER_STEP, _FINISH = "an outer step", "finish()"  # what a rank has called
 _FORMAT = 1
 _MOST_ALONE = 100  # steps of one of several optimizers, such as that of a critic
-# Counts in a saved state, and where they are here.
-_COUNTS = {"inner_steps": "_steps", "outer_steps": "_outer_steps", "since": "_since"}
-
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _counted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have a DiLoCo
 
 
 class Place(Enum):
-    """Where a rank is."""
+    """Where a rank is. An outer step that goes well leads from TRAINING by AVERAGING and HOLDING
+    back to it. Whatever interrupts one there, on this rank or another, leads to BEHIND or AHEAD,
+    from which, as from APART and BROKEN, only `DiLoCo.rejoin` leads back.
+    """
 
     NEW = "it has nothing that others need"
     TRAINING = "all outer steps that have begun are over"
@@ -90,40 +89,6 @@ class Place(Enum):
 
 
 _NEEDS_REJOIN = (Place.BEHIND, Place.AHEAD, Place.APART, Place.BROKEN)
-# The next place by place and event. "Lost" is another rank or this one: whatever interrupts it in
-# an outer step is told to the others, which wait no longer. "Apart" is a rejoin that has begun.
-_MOVES = {
-    (Place.NEW, "joined"): Place.TRAINING,
-    (Place.TRAINING, "agreed"): Place.AVERAGING,
-    (Place.TRAINING, "lost"): Place.BEHIND,
-    (Place.TRAINING, "apart"): Place.APART,
-    (Place.AVERAGING, "averaged"): Place.HOLDING,
-    (Place.AVERAGING, "lost"): Place.BEHIND,
-    (Place.HOLDING, "applied"): Place.TRAINING,
-    (Place.HOLDING, "broke"): Place.BROKEN,
-    (Place.HOLDING, "lost"): Place.AHEAD,
-    (Place.AHEAD, "applied"): Place.APART,
-    (Place.AHEAD, "broke"): Place.BROKEN,
-    (Place.AHEAD, "alone"): Place.BEHIND,
-    **{(place, "joined"): Place.TRAINING for place in _NEEDS_REJOIN},
-    **{(place, event): place for place in _NEEDS_REJOIN for event in ("lost", "apart")},
-}
-
-
-class _Loaded(NamedTuple):
-    """Parameters that something other than an optimizer has put into the model."""
-
-    name: str  # one of them
-    since: int  # inner steps before it
-    copies: list[torch.Tensor]  # of all parameters
-
-
-class _Step(NamedTuple):
-    """An outer step that ranks have agreed on."""
-
-    drawn: str = ""  # by them all: two steps of one number, in other groups, may be others
-    absent: Sequence[str] = ()  # parameters without a pseudo-gradient
-    loaded: _Loaded | None = None  # by all ranks alike
 
 
 class ReducerOfChanges(Reducer):
@@ -259,20 +224,17 @@ class DiLoCo:
         self._model = model
         self._reducer: _OuterReducer
         self._members: weakref.ref[dist.ProcessGroup]
-        self._place = Place.NEW
-        self._steps = self._outer_steps = self._since = 0
+        self._place, self._why = Place.NEW, ""  # why this rank needs rejoin()
+        self._steps = self._outer_steps = 0
         self._stepped: Counter[int] = Counter()  # steps of optimizers, in this inner step
-        self._step = _Step()  # that has begun
-        self._last = ""  # what was drawn for the last that was applied here
-        self._why = ""  # this rank needs rejoin()
+        # What all ranks have drawn for the outer step that has begun, and for the last that was
+        # applied here: two steps of one number, in other groups, may be others.
+        self._drawn = self._last = ""
+        self._absent: Sequence[str] = ()  # parameters without a pseudo-gradient in this outer step
         # The state of the Reducer before an outer step that is not over, and, of a step whose
         # average is here, after it.
         self._before: dict[str, Any] | None = None
         self._after: dict[str, Any] | None = None
-        self._loaded: _Loaded | None = None
-        # Kept within global_parameters(): where the model was, and what `_loaded_now` was.
-        self._local: list[torch.Tensor] | None = None
-        self._loaded_before: list[torch.Tensor] | None = None
         self._outer_ms = self._period_ms = 0.0
         self._last_end = time.monotonic()
         problem: Exception | None = None
@@ -296,38 +258,18 @@ class DiLoCo:
         before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
         self._handles = [each.register_step_pre_hook(before) for each in self._optimizers]
         self._handles += [each.register_step_post_hook(after) for each in self._optimizers]
-        weak = weakref.ref(self)
-
-        def refuse(optimizer: torch.optim.Optimizer) -> None:
-            owner = weak()
-            if owner is not None:
-                owner._refuse(optimizer)
-
-        self._handles.append(call_after_steps(refuse, owner=self))
+        self._handles.append(
+            call_after_steps(partial(_expect_known, weakref.ref(self)), owner=self)
+        )
 
     # --- inner steps ---
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if _is_inner_call(optimizer):
             return
-        if self._local is not None:
-            raise StateError(
-                "an optimizer cannot step within global_parameters(), whose end takes back the "
-                "parameters; leave it first"
-            )
-        if self._place in _NEEDS_REJOIN:  # nobody trains on alone unseen
-            self._raise_failed(PeerError)
-        self._look()
-
-    def _look(self) -> None:
-        """Notes what something other than an optimizer has done to the model."""
-        at_start = not self._since and not self._stepped
-        names = self._global.changed(at_start=at_start)
-        if names:
-            self._loaded = None
-            if self._global.apart():
-                self._loaded = _Loaded(names[0], self._since, self._global.copies())
-            self._global.mark()
+        self._expect_local("step an optimizer")
+        self._expect_together(PeerError)  # nobody trains on alone unseen
+        self._global.look()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if _is_inner_call(optimizer):
@@ -335,31 +277,23 @@ class DiLoCo:
         found = getattr(optimizer, "found_inf", None)  # GradScaler has fused optimizers skip a step
         if isinstance(found, torch.Tensor) and found.item():
             return
-        self._stepped[id(optimizer)] += 1
-        if len(self._stepped) < len(self._optimizers):
-            self._global.mark()
-            if self._stepped[id(optimizer)] >= _MOST_ALONE:
-                raise StateError(
-                    f"{type(optimizer).__name__} has stepped {_MOST_ALONE} times, and another of "
-                    f"{len(self._optimizers)} optimizers never since the last inner step, which "
-                    "is over when each has stepped; give those that train the model"
-                )
-            return
-        self._stepped.clear()
         self._global.mark()
-        self._steps += 1
-        self._since += 1
-        if self._since >= self._sync_every:
-            self._outer_step()
-
-    def _refuse(self, optimizer: torch.optim.Optimizer) -> None:
-        known = any(optimizer is each for each in self._optimizers)
-        if not known and self._global.has_any_of(optimizer):
-            self._global.expect_same_model()
+        self._stepped[id(optimizer)] += 1
+        if len(self._stepped) == len(self._optimizers):
+            self._end_inner_step()
+            if self._global.since >= self._sync_every:
+                self._outer_step()
+        elif self._stepped[id(optimizer)] >= _MOST_ALONE:
             raise StateError(
-                f"{type(optimizer).__name__} has stepped on parameters of the model, and DiLoCo "
-                "counts the steps of other optimizers; give all that train the model, in a list"
+                f"{type(optimizer).__name__} has stepped {_MOST_ALONE} times, and another of "
+                f"{len(self._optimizers)} optimizers never since the last inner step, which "
+                "is over when each has stepped; give those that train the model"
             )
+
+    def _end_inner_step(self) -> None:
+        self._stepped.clear()
+        self._steps += 1
+        self._global.since += 1
 
     @property
     def outer(self) -> torch.optim.Optimizer:
@@ -369,23 +303,28 @@ class DiLoCo:
     # --- an outer step ---
 
     @torch.inference_mode(False)
-    def _outer_step(self) -> None:
+    def _outer_step(self, *, finishes: bool = False) -> bool:
+        """Whether one was taken: none is where all ranks finish, and nothing is left."""
         begin = time.monotonic()
-        with self._failures_told():
+        try:
             group = self._group()
             # An error of a rank is raised on all of them here, before anything was sent.
-            while not self._global.agree(self._measured, self._all_take_it, group):
-                pass  # a rank whose data has ended comes with its next record
-            self._move("agreed")
-            before = self._before = self._reducer.before_average()
-            problem = self._average(before)
+            if not self._global.agree(lambda: self._measured(finishes), self._all_take_it, group):
+                return False
+            self._place = Place.AVERAGING
+            self._before = self._reducer.before_average()
+            problem = self._average(self._before)
             # A rank that hears from all others knows that each of them holds the average: all can
             # end this step, whatever happens now. A rank that does not hear asks in rejoin().
             self._global.agree(dict, lambda _: None, group, problem)
-            self._apply()
+            self._apply(Place.TRAINING)
+        except BaseException as error:
+            self._fail(error)
+            raise
         end = time.monotonic()
         self._outer_ms, self._period_ms = 1e3 * (end - begin), 1e3 * (begin - self._last_end)
         self._last_end = end
+        return True
 
     def _group(self) -> dist.ProcessGroup:
         try:
@@ -393,106 +332,95 @@ class DiLoCo:
         except StateError as error:  # it was destroyed
             raise PeerError(str(error)) from error
 
-    def _measured(self) -> Record:
-        loaded = self._loaded
-        self._global.measure(loaded and loaded.copies)
+    def _measured(self, finishes: bool) -> Record:
+        self._global.measure()
+        loaded = self._global.loaded
         return {
-            "call": _OUTER_STEP,
             "outer_steps": self._outer_steps,
-            "global parameters": record_hash(self._global.hashes()),
             "outer optimizer": described(self._global.outer),
+            "global parameters": record_hash(self._global.hashes()),
             "frozen": self._global.frozen(),
+            "loaded": loaded and loaded.record(),
             "drawn": uuid.uuid4().hex,
-            "loaded": loaded and [loaded.name, loaded.since, _hash_of(loaded.copies)],
+            "has more": not finishes or bool(self._global.since or loaded or self._global.apart()),
         }
 
     def _all_take_it(self, records: list[Record]) -> bool:
-        """Compares what ranks have `_measured`; False if one has finished, and must be asked
-        again.
-        """
+        """Compares what ranks have `_measured`."""
         group = self._group()
-        raise_first_mismatch([{"outer_steps": r.get("outer_steps")} for r in records], group)
-        if any(record.get("call") == _FINISH for record in records):
-            return False
-        fields = ("call", "outer optimizer")
+        fields = ("outer_steps", "outer optimizer")
         raise_first_mismatch([{key: r.get(key) for key in fields} for r in records], group)
-        same = [{"global parameters": record.get("global parameters")} for record in records]
-        if any(record != same[0] for record in same):
+        if len({record["global parameters"] for record in records}) > 1:
             place = rendezvous_place(group, self._global.device)
             each = gather_records({"hashes": self._global.hashes()}, group, place)
             self._global.expect_equal([r["hashes"] for r in each], group, self._outer_steps)
-            raise_first_mismatch(same, group)
-        _expect_loaded_alike([record.get("loaded") for record in records], group)
-        absent = _absent_on_all([record.get("frozen") for record in records], group)
-        drawn = str(record_hash([r.get("drawn") for r in records]))
-        self._step = _Step(drawn, absent, self._loaded)
-        return True
+        _expect_loaded_alike([record["loaded"] for record in records], group)
+        self._absent = _absent_on_all([record["frozen"] for record in records], group)
+        self._drawn = str(record_hash([record["drawn"] for record in records]))
+        return any(record["has more"] for record in records)
 
     def _average(self, before: dict[str, Any]) -> GradferryError | None:
         """Averages the pseudo-gradients, or returns why that failed."""
         try:
-            self._reducer.fade(before, 0.0 if self._step.loaded else self._decay)
+            self._reducer.fade(before, 0.0 if self._global.loaded else self._decay)
             self._reducer.all_reduce(self._global.changes)
             settle(self._reducer)
         except StateError as error:  # without an engine the error of a backend has no kind
             return PeerError(str(error))
         except GradferryError as error:
             return error
-        self._move("averaged")
+        self._place = Place.HOLDING
         return None
 
-    def _apply(self) -> None:
-        drawn, absent, loaded = self._step
+    def _apply(self, then: Place) -> None:
+        """Ends the outer step with the average."""
         try:
-            self._global.apply(absent, loaded and loaded.copies)
-            self._outer_steps, self._since, self._last = self._outer_steps + 1, 0, drawn
-            self._loaded = None if self._loaded is loaded else self._loaded
-            self._move("applied")
+            self._global.apply(self._absent)
+            self._outer_steps, self._last, self._place = self._outer_steps + 1, self._drawn, then
+            before, self._before = self._before, None
+            self._reducer.give_back(before)
         except BaseException as error:
-            self._move("broke")
-            self._last = "applied in part"
+            self._place, self._last = Place.BROKEN, "applied in part"
             self._why = f"the outer optimizer failed: {type(error).__name__}: {error}"
             if isinstance(error, Exception):
-                self._raise_failed(StateError, error)
+                self._raise_apart(StateError, error)
             raise
-        finally:
-            self._reducer.give_back(self._before)
-            self._before = None
 
     # --- failures ---
 
-    def _move(self, event: str) -> None:
-        self._place = _MOVES[self._place, event]
-
-    @contextmanager
-    def _failures_told(self, event: str = "lost") -> Iterator[None]:
+    def _fail(self, error: BaseException) -> None:
         """What ends this rank's part in an outer step ends it for all: no other rank waits."""
-        try:
-            yield
-        except BaseException as error:
-            is_loss = isinstance(error, PeerError | ProtocolError)
-            if isinstance(error, GradferryError) and not is_loss and self._place is Place.TRAINING:
-                raise  # all ranks raise it, before anything was sent
-            group = self._members()
-            if not is_loss and group is not None:
-                self._global.tell_failed(group)
-            if self._place is Place.BROKEN:
-                raise
-            self._why = str(error) if is_loss else f"{type(error).__name__}: {error}"
-            if self._place is Place.HOLDING:
-                self._after = withheld_by(self._reducer)
-            if self._before is None:
-                self._before = withheld_by(self._reducer)
-            self._move(event)
-            engine = self._reducer._running.engine
-            if engine is not None:
-                with suppress(GradferryError):
-                    engine.fail(f"rank {self._reducer._running.world_rank}: {self._why}")
-            if not isinstance(error, GradferryError):
-                raise
-            self._raise_failed(type(error), error)
+        is_loss = isinstance(error, PeerError | ProtocolError)
+        if isinstance(error, GradferryError) and not is_loss and self._place is Place.TRAINING:
+            return  # all ranks raise it, before anything was sent
+        group = self._members()
+        if not is_loss and group is not None:
+            self._global.tell_failed(group)
+        if self._place is Place.BROKEN:
+            self._before = withheld_by(self._reducer)
+            return
+        place = Place.BEHIND
+        if self._place is Place.HOLDING:
+            place, self._after = Place.AHEAD, withheld_by(self._reducer)
+        elif self._place is Place.TRAINING and not self._global.since:
+            place = Place.APART  # in finish(), where nothing is left
+        self._leave(place, str(error) if is_loss else f"{type(error).__name__}: {error}")
+        engine = self._reducer._running.engine
+        if engine is not None:
+            with suppress(GradferryError):
+                engine.fail(f"rank {self._reducer._running.world_rank}: {self._why}")
+        if isinstance(error, GradferryError):
+            self._raise_apart(type(error), error)
 
-    def _raise_failed(self, kind: type[GradferryError], cause: Exception | None = None) -> NoReturn:
+    def _leave(self, place: Place, why: str) -> None:
+        self._before = self._before or withheld_by(self._reducer)
+        self._place, self._why = place, why
+
+    def _expect_together(self, kind: type[GradferryError]) -> None:
+        if self._place in _NEEDS_REJOIN:
+            self._raise_apart(kind)
+
+    def _raise_apart(self, kind: type[GradferryError], cause: Exception | None = None) -> NoReturn:
         states = {
             Place.BROKEN: f"outer step {self._outer_steps} is applied in part on this rank",
             Place.APART: "this rank has left its process group",
@@ -527,15 +455,14 @@ class DiLoCo:
         """
         self._expect_local("rejoin others")
         members = usable_group(group)
-        if self._place in _NEEDS_REJOIN and members is self._members():
+        if self._place not in _NEEDS_REJOIN:
+            self._leave(Place.APART, "rejoin() has failed")
+        elif members is self._members():
             raise StateError(
                 "a collective of the failed outer step may still be under way in this process "
                 "group; make another one of the ranks that are left"
             )
-        if self._place not in _NEEDS_REJOIN:
-            self._why = "rejoin() has failed"
-        self._look()
-        self._move("apart")
+        self._global.look()
         self._join(members, None)
 
     @torch.inference_mode(False)
@@ -543,16 +470,21 @@ class DiLoCo:
         place = rendezvous_place(members, CPU if problem is not None else self._global.device)
         meet(members, patience(members, place), "come to make a DiLoCo or to rejoin")
         try:
-            self._meet_members(members, place, problem)
-        except GradferryError:
+            is_due = self._meet_members(members, place, problem)
+        except BaseException as error:
+            if not isinstance(error, GradferryError):
+                say_failed(members)
             raise
-        except BaseException:
-            say_failed(members)
-            raise
+        self._place, self._before = Place.TRAINING, None
+        # A collective of a failed average may still write to the old ones.
+        self._global.make_changes()
+        if is_due:
+            self._outer_step()
 
     def _meet_members(
         self, members: dist.ProcessGroup, place: torch.device, problem: Exception | None
-    ) -> None:
+    ) -> bool:
+        """Whether an outer step is to be taken again."""
         mine: Record = {}
         try:
             if problem is not None:
@@ -564,96 +496,85 @@ class DiLoCo:
                 "residual_decay": self._decay,
                 **self._global.record(),
             }
-            record = {**mine, "outer_steps": self._outer_steps, "last": self._last}
+            record = {**mine, **self._past()}
         except Exception as error:
             record = error_record(error)
         # A rank that makes something else, such as a Reducer, has an envelope around its record.
         records = [each.get("record") or each for each in gather_records(record, members, place)]
         raise_first_error(records, members)
         raise_first_mismatch([{key: r.get(key) for key in mine} for r in records], members)
-        if self._place is Place.AHEAD:
-            # A rank of this very step has heard from all others, and applied it.
-            applied = (self._outer_steps + 1, self._step.drawn)
-            if any((r["outer_steps"], r["last"]) == applied for r in records):
-                after = self._after
-                self._apply()
-                self._before = after
-            else:
-                self._move("alone")
-            self._after = None
-        if self._before is None and self._place is not Place.NEW:
-            self._before = withheld_by(self._reducer)
-        # A collective of a failed average may still write to the old ones.
-        self._global.make_changes()
+        pasts = [(r["outer_steps"], r["last"]) for r in records]
+        places = [Place[r["place"]] for r in records]
+        source = _source(pasts, places)
+        past, hashes = pasts[source], records[source]["hashes"]
+        of_one = [(one, r["hashes"]) for one, r in zip(pasts, records, strict=True)]
+        must_be = [
+            own if one == past and where is not Place.NEW else hashes
+            for (one, own), where in zip(of_one, places, strict=True)
+        ]
+        self._global.expect_equal(must_be, members, past[0])
+        # A rank of the very step that the source has applied.
+        holds = [r["holds"] == past[1] != "" for r in records]
+        applies = [h and where is Place.AHEAD for h, where in zip(holds, places, strict=True)]
+        takes = [
+            one != (past, hashes) and not applied
+            for one, applied in zip(of_one, applies, strict=True)
+        ]
+        me = members.rank()
+        if any(applies):
+            on_all_ranks(lambda: self._apply(Place.APART) if applies[me] else None, members, place)
+        if applies[me]:
+            self._before = self._after
         named = list(zip(self._global.names, self._global.tensors, strict=True))
         self._reducer = _OuterReducer(
             named, self._codec, members, bucket_cap_mb=self._bucket_cap_mb, **self._options
         )
         self._members = weakref.ref(members)  # a gloo group must not outlive its destruction
-        is_due = self._catch_up(members, place)
-        on_all_ranks(
-            lambda: take_up(self._reducer, self._before, self._outer_steps), members, place
-        )
-        self._before = None
-        self._move("joined")
-        if is_due:
-            self._outer_step()
-
-    def _catch_up(self, members: dist.ProcessGroup, place: torch.device) -> bool:
-        """Newcomers get what the others have in common. Whether an outer step is to be taken
-        again.
-        """
-        was_new = self._place is Place.NEW
-        mine = {
-            "outer_steps": self._outer_steps,
-            "last": self._last,
-            "hashes": self._global.hashes(),
-            "frozen": record_hash(self._global.frozen_hashes()),
-            "inner_steps": self._steps,
-            "since": self._since,
-            "place": self._place.name,
-        }
-        records = gather_records(mine, members, place)
-        pasts = [(r["outer_steps"], r["last"]) for r in records]
-        hashes = [record["hashes"] for record in records]
-        is_new = [record.get("place") == Place.NEW.name for record in records]
-        many = Counter(past for past, new in zip(pasts, is_new, strict=True) if not new)
-        most = max(steps for steps, _ in pasts)
-        # The first of those that have taken most outer steps, and of these the most together.
-        source = min(
-            range(len(records)),
-            key=lambda r: (pasts[r][0] != most, is_new[r], -many[pasts[r]], r),
-        )
-        theirs = records[source]
-        same = [p == pasts[source] and not new for p, new in zip(pasts, is_new, strict=True)]
-        must_be = [own if one else hashes[source] for own, one in zip(hashes, same, strict=True)]
-        self._global.expect_equal(must_be, members, most)
-        takes = [
-            (past, own) != (pasts[source], hashes[source])
-            for past, own in zip(pasts, hashes, strict=True)
-        ]
-        mine_taken = takes[members.rank()]
-        inner_steps, since = theirs["inner_steps"], theirs["since"]
         self._global.hand_on(
             source,
             members,
             place,
             anybody=any(takes),
-            me=mine_taken,
-            frozen=len({record.get("frozen") for record in records}) > 1,
+            me=takes[me],
+            frozen=len({record["frozen"] for record in records}) > 1,
         )
-        if mine_taken and not was_new:
-            warn_or_log(
-                f"this rank has taken {self._outer_steps} outer steps, and others {most} without "
-                "it: what it has learnt alone since then, and its residuals, are dropped"
-            )
-        if mine_taken or was_new:
-            self._steps, self._since, self._before = inner_steps, since, None
-            self._outer_steps, self._last = pasts[source]
-        if mine_taken:
+        was_new = self._place is Place.NEW
+        if takes[me]:
             self._global.go_on_from_here()
-            self._loaded = None
-        return any(record.get("place") == Place.BEHIND.name for record in records)
+            if not was_new and not holds[me]:
+                warn_or_log(
+                    f"this rank has taken {self._outer_steps} outer steps, and others {past[0]} "
+                    "without it: what it has learnt alone since then, and its residuals, are "
+                    "dropped"
+                )
+        if takes[me] or was_new:
+            self._outer_steps, self._last = past
+            if not holds[me]:
+                self._before = None
+                self._steps, self._global.since = (
+                    records[source][key] for key in ("inner_steps", "since")
+                )
+        on_all_ranks(
+            lambda: take_up(self._reducer, self._before, self._outer_steps), members, place
+        )
+        return any(
+            where in (Place.BEHIND, Place.AHEAD) and one == past
+            for where, one in zip(places, pasts, strict=True)
+        )
+
+    def _past(self) -> Record:
+        """What this rank has behind it."""
+        holds = self._place in (Place.AHEAD, Place.BROKEN)
+        return {
+            "place": self._place.name,
+            "outer_steps": self._outer_steps,
+            "last": self._last,
+            "holds": self._drawn if holds else "",
+            "hashes": self._global.hashes(),
+            "frozen": record_hash(self._global.frozen_hashes()),
+            "inner_steps": self._steps,
+            "since": self._global.since,
+        }
 
     # --- between steps ---
 
@@ -667,29 +588,12 @@ class DiLoCo:
             PeerError, StateError: as an outer step does.
         """
         self._expect_local("finish")
-        if self._place in _NEEDS_REJOIN:
-            self._raise_failed(PeerError)
-        self._look()
+        self._expect_together(PeerError)
+        self._global.look()
         if self._stepped:  # some of the optimizers
-            self._stepped.clear()
-            self._steps, self._since = self._steps + 1, self._since + 1
-
-        def position() -> Record:
-            self._global.expect_same_model()
-            is_left = bool(self._since or self._loaded or self._global.apart())
-            return {"call": _FINISH, "outer_steps": self._outer_steps, "is_left": is_left}
-
-        def is_left(records: list[Record]) -> bool:
-            same = [{"outer_steps": record.get("outer_steps")} for record in records]
-            raise_first_mismatch(same, self._group())
-            return any(r.get("is_left") or r.get("call") == _OUTER_STEP for r in records)
-
-        def ask() -> bool:
-            with self._failures_told("lost" if self._since else "apart"):
-                return self._global.agree(position, is_left, self._group())
-
-        while ask():
-            self._outer_step()
+            self._end_inner_step()
+        while self._outer_step(finishes=True):
+            pass
         self.close()
 
     def close(self) -> None:
@@ -705,8 +609,11 @@ class DiLoCo:
     def _expect_local(self, what: str) -> None:
         if self._place is Place.ENDED:
             raise StateError(f"cannot {what}: this DiLoCo has ended; make a new one on every rank")
-        if self._local is not None:
-            raise StateError(f"cannot {what} within global_parameters(); leave it first")
+        if self._global.is_shown:
+            raise StateError(
+                f"cannot {what} within global_parameters(), whose end takes back the parameters; "
+                "leave it first"
+            )
 
     def accept_local(self) -> None:
         """What the model has now is what this rank has trained, whatever has put it there: weights
@@ -714,29 +621,16 @@ class DiLoCo:
         Not collective.
         """
         self._expect_local("accept parameters")
-        self._loaded = None
         self._global.accept()
 
-    @contextmanager
-    def global_parameters(self) -> Iterator[None]:
+    def global_parameters(self) -> AbstractContextManager[None]:
         """The model has the global parameters, which are equal on all ranks, within the ``with``:
         for evaluation, or to save what others will use. Not collective; no optimizer may step.
 
         Raises:
             StateError: parameters of the model were replaced.
         """
-        self._global.expect_same_model()
-        kept, outermost = self._global.local_copy(), self._local is None
-        if outermost:
-            self._loaded_before = self._loaded_now()
-            self._local = kept
-        self._global.show()
-        try:
-            yield
-        finally:
-            self._global.move_back(kept)
-            if outermost:
-                self._local = None
+        return self._global.shown()
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank must save, beside its model and optimizer, to continue with the same bits,
@@ -750,20 +644,11 @@ class DiLoCo:
         """
         return {
             "format": _FORMAT,
-            **{key: getattr(self, field) for key, field in _COUNTS.items()},
-            **self._global.saved(self._local),
-            "loaded": self._loaded_now(),
+            "inner_steps": self._steps,
+            "outer_steps": self._outer_steps,
+            **self._global.saved(),
             "reducer": self._before or self._reducer.state_dict(),
         }
-
-    def _loaded_now(self) -> list[torch.Tensor] | None:
-        """What was loaded, also since the last step, which nothing has looked at."""
-        if self._local is not None:
-            return self._loaded_before
-        at_start = not self._since and not self._stepped
-        if self._global.changed(at_start=at_start):
-            return self._global.copies() if self._global.apart() else None
-        return self._loaded and self._loaded.copies
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
         """Restores what `state_dict` returned on this rank. Load model and optimizer, too, before
@@ -781,26 +666,19 @@ class DiLoCo:
                 changed.
         """
         self._expect_local("load a state")
-        if self._place in _NEEDS_REJOIN:
-            self._raise_failed(StateError)
+        self._expect_together(StateError)
         if not isinstance(state_dict, Mapping) or state_dict.get("format") != _FORMAT:
             raise StateError(
                 f"the saved state is none of DiLoCo in format {_FORMAT}; load what "
                 "diloco.state_dict() returned"
             )
-        counts = {key: state_dict.get(key) for key in _COUNTS}
+        counts = {key: state_dict.get(key) for key in ("inner_steps", "outer_steps", "since")}
         if any(type(count) is not int or count < 0 for count in counts.values()):
             raise StateError(f"the saved state counts {counts}; it was damaged")
-
-        def load_residuals() -> None:
-            self._reducer.load_state_dict(state_dict.get("reducer", {}), on_resize)
-
-        self._global.load(state_dict, load_residuals)
-        loaded = state_dict.get("loaded")
-        for key, field in _COUNTS.items():
-            setattr(self, field, counts[key])
+        residuals = state_dict.get("reducer", {})
+        self._global.load(state_dict, lambda: self._reducer.load_state_dict(residuals, on_resize))
+        self._steps, self._outer_steps = state_dict["inner_steps"], state_dict["outer_steps"]
         self._last = ""  # ranks that load a checkpoint are one
-        self._loaded = loaded and _Loaded(self._global.names[0], self._since, loaded)
         self._stepped.clear()
 
     def stats(self) -> DiLoCoStats:
@@ -844,19 +722,28 @@ def _is_inner_call(optimizer: torch.optim.Optimizer) -> bool:
     methods of both classes, so that hooks are called twice. A counter would be wrong for ever once
     a ``step()`` has raised.
     """
-    frame: FrameType | None = sys._getframe(1)
-    calls = 0
-    while frame is not None:
-        calls += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return calls > 1
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
+    return sum(f.f_code is _STEP and f.f_locals.get("self") is optimizer for f in frames) > 1
+
+
+def _expect_known(diloco: weakref.ref[DiLoCo], optimizer: torch.optim.Optimizer) -> None:
+    if (mine := diloco()) is not None:
+        mine._global.expect_known(optimizer)
 
 
 # --- what other ranks have sent -------------------------------------------------------------------
 
 
-def _hash_of(tensors: Sequence[torch.Tensor]) -> int:
-    return record_hash(_native.parameter_hashes(list(tensors)))
+def _source(pasts: Sequence[tuple[int, str]], places: Sequence[Place]) -> int:
+    """The rank that the others follow: the first of those that have taken most outer steps, and of
+    these the most together.
+    """
+    last_choice = {Place.BROKEN: 1, Place.NEW: 2}
+    many = Counter(p for p, place in zip(pasts, places, strict=True) if place not in last_choice)
+    return min(
+        range(len(pasts)),
+        key=lambda r: (-pasts[r][0], last_choice.get(places[r], 0), -many[pasts[r]], r),
+    )
 
 
 def _expect_loaded_alike(loaded: Sequence[Any], group: dist.ProcessGroup) -> None:

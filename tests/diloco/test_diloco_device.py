@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from outcomes import attempt
 from resumable import fingerprints
 from scenario import placed
 from torch import nn
@@ -134,40 +133,3 @@ def test_saved_training_goes_on_with_the_same_bits(device: str, place: str) -> N
         assert resumed.bits() == bits(saved)
         resumed.train(range(stop, STEPS))
         assert resumed.bits() == straight.bits()
-
-
-@everywhere
-@on_ranks(2)
-def test_model_has_the_global_parameters_within_their_block(device: str, place: str) -> None:
-    training = Training(device, place, dtype=torch.bfloat16)
-    training.train(range(SYNC_EVERY + 1))
-    before = training.bits()
-    with training.diloco.global_parameters():
-        shown = training.saved()
-        common = shown["diloco"]["global"]
-        for name, value in shown["model"].items():
-            assert torch.equal(value, common[name].bfloat16())
-        assert training.bits() != before
-    assert training.bits() == before
-
-
-@everywhere
-@on_ranks(2)
-def test_change_that_is_nan_stops_the_outer_step_of_all(device: str, place: str) -> None:
-    training = Training(device, place)
-    training.train(range(STEPS - 1))
-    before = training.saved()
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            training.model.weight[3, 4] = torch.nan
-        training.diloco.accept_local()
-    outcome = attempt(lambda: training.train(range(STEPS - 1, STEPS)))
-    assert outcome.error == "StateError"
-    assert "rank 1" in outcome.text
-    assert "'weight'" in outcome.text
-    after = training.saved()["diloco"]
-    for key in ("outer_steps", "global", "outer", "reducer"):
-        assert bits({key: after[key]}) == bits({key: before["diloco"][key]})
-    training.load(before)
-    training.train(range(STEPS - 1, STEPS))
-    assert training.bits() == trained("cpu", "the host", "q4", torch.float32)

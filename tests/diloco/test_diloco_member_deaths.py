@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry import diloco
-from gradferry.averaging import global_parameters as newcomers
+from gradferry.averaging import global_parameters
 from members import Alone, die, dying_inside, mean_of, run_until_lost
 from outcomes import attempt
 from own_groups import own_group
@@ -95,7 +95,7 @@ PLACES: dict[str, Callable[[], Any]] = {
     "has come": lambda: dying_after(diloco, "meet"),
     "has compared": lambda: dying_after(diloco, "gather_records"),
     "is connected": lambda: dying_after(diloco, "_OuterReducer"),
-    "has caught up": lambda: dying_after(diloco, "gather_records", 2),
+    "has caught up": lambda: dying_after(global_parameters.GlobalParameters, "hand_on"),
     "has its residuals": lambda: dying_after(diloco, "take_up"),
     "has rejoined": lambda: dying_after(diloco, "on_all_ranks"),
     "averages": dying_inside,
@@ -139,7 +139,7 @@ def case_newcomer_lost() -> None:
     if alone is not None:
         alone.step(0)
     if rank == 2:
-        with dying_after(newcomers, "wait_or_hear"):
+        with dying_after(global_parameters, "wait_or_hear"):
             Alone("q4", groups[1], start=7.0)
 
     def come(group: Any) -> Alone:

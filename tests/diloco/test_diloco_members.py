@@ -15,7 +15,7 @@ from gradferry.averaging import global_parameters
 from members import Alone, die, dying_inside, mean_of, run_until_lost
 from outcomes import attempt
 from reducing import same
-from training_alone import summed
+from training_alone import are_equal, of_all, summed
 from world import World
 
 Worlds = Callable[[int], World]
@@ -136,27 +136,48 @@ def test_ranks_that_are_left_go_on_with_the_same_changes(where: str, codec: str)
     run_until_lost(list(LOST), case_lost, where=where, codec=codec)
 
 
-def case_alone() -> None:
-    """The average of all is there on two of three ranks, which would wait for the third."""
+def fail_outer(alone: Alone) -> None:
+    """The outer optimizer of this rank fails, with the average of all."""
+    handle = alone.diloco.outer.register_step_pre_hook(lambda *_: 1 / 0)
+    try:
+        alone.step(1)
+    finally:
+        handle.remove()
+
+
+FAILURES: dict[str, tuple[Callable[[Alone], None], str | None, str]] = {
+    # Two of three ranks would wait for the third.
+    "average": (fail_alone, "PeerError", "PeerError"),
+    "outer optimizer": (fail_outer, None, "StateError"),
+}
+
+
+def case_alone(how: str) -> None:
+    """The average of all is there, and one of three ranks cannot end the outer step."""
     rank, group, everybody = dist.get_rank(), dist.new_group(), dist.new_group()
+    fail, theirs, mine = FAILURES[how]
     alone = Alone("q4", group)
     alone.step(0)
     before = alone.withheld()
-    outcome = attempt(lambda: fail_alone(alone) if rank == 1 else alone.step(1))
-    assert outcome.error == "PeerError", outcome
-    again = attempt(lambda: alone.diloco.rejoin(group))
-    assert again.error == "StateError"
-    assert "make another one" in again.text
+    outcome = attempt(lambda: fail(alone) if rank == 1 else alone.step(1))
+    assert outcome.error == (mine if rank == 1 else theirs), outcome
+    if outcome.error is not None:
+        assert "rejoin(group)" in outcome.text
+        again = attempt(lambda: alone.diloco.rejoin(group))
+        assert again.error == "StateError"
+        assert "make another one" in again.text
     alone.diloco.rejoin(everybody)
     assert alone.diloco.stats()["outer_steps"] == 2
+    assert are_equal(of_all(alone.diloco._global.hashes()))
     sums = [summed(part, everybody) for part in (before, alone.withheld())]
     gap = alone.applied() + sums[1] - sums[0] - mean_of([0, 1, 2], 1)
     # A mean over 3 is rounded to fp32 once, at 2^-24 of at most 2, and so is what fold divides.
     assert gap.abs().max() <= 4 * 2.0**-23
 
 
-def test_nobody_waits_for_a_rank_that_an_average_did_not_reach(worlds: Worlds) -> None:
-    worlds(3).run(case_alone)
+@pytest.mark.parametrize("how", FAILURES)
+def test_ranks_end_a_step_that_one_of_them_cannot(worlds: Worlds, how: str) -> None:
+    worlds(3).run(case_alone, how=how)
 
 
 def case_apart() -> None:

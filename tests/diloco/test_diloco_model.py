@@ -21,7 +21,7 @@ from gradferry.averaging import global_parameters
 from on_ranks import on_ranks
 from outcomes import attempt
 from torch import nn
-from training_alone import UNIT, still
+from training_alone import UNIT, Moving
 
 NAMES = ("weight", "bias")
 SYNC_EVERY = 3
@@ -44,10 +44,13 @@ class Expected:
     def step(self, moves: dict[int, Values]) -> bool:
         """Whether the outer step that was due was taken, or none was."""
         for rank in self.members:
-            for name in NAMES:
-                self.local[rank][name] -= 0 if name in self.frozen else moves[rank][name]
+            self.move(rank, moves[rank])
         self.since += 1
         return self.since < SYNC_EVERY or self.outer_step()
+
+    def move(self, rank: int, move: Values) -> None:
+        for name in set(NAMES) - self.frozen:
+            self.local[rank][name] -= move[name]
 
     def outer_step(self) -> bool:
         loaded = list(self.loaded.values())
@@ -67,6 +70,19 @@ class Expected:
         self.loaded, self.since, self.outer_steps = {}, 0, self.outer_steps + 1
         return True
 
+    def finish(self, moves: dict[int, list[Values]]) -> None:
+        """Ranks take so many steps, and wait for each other where a period of one ends."""
+        while True:
+            left, end = bool(self.since or self.loaded), SYNC_EVERY - self.since
+            for rank in self.members:
+                for move in moves[rank][:end]:
+                    self.move(rank, move)
+                left = left or bool(moves[rank]) or self.local[rank] != self.common
+                del moves[rank][:end]
+            if not left:
+                return
+            assert self.outer_step()
+
     def load(self, values: dict[int, Values]) -> None:
         for rank, value in values.items():
             if value == self.common:
@@ -75,23 +91,42 @@ class Expected:
                 self.loaded[rank] = dict(value)
             self.local[rank] = dict(value)
 
+    def accept(self, values: dict[int, Values]) -> None:
+        for rank, value in values.items():
+            self.loaded.pop(rank, None)
+            self.local[rank] = dict(value)
+
     def go_on_with(self, members: list[int]) -> None:
         self.local = {rank: self.local.get(rank, dict(self.common)) for rank in members}
         self.loaded = {rank: value for rank, value in self.loaded.items() if rank in members}
         self.members = members
 
 
+class Nested(Moving):
+    """torch hooks both this step() and that which it calls."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+
+
+OPTIMIZERS: list[Callable[[nn.Module], list[torch.optim.Optimizer]]] = [
+    lambda model: [Moving(model.parameters())],
+    lambda model: [Nested(model.parameters())],
+    lambda model: [Moving([each]) for each in model.parameters()],
+]
+
+
 class Real:
     """One rank: a model, and its DiLoCo."""
 
-    def __init__(self, group: Any, start: float = 0.0) -> None:
+    def __init__(self, group: Any, kind: int, start: float) -> None:
         self.model = nn.Module()
         self.model.weight = nn.Parameter(torch.full((8, 40), start, dtype=torch.float64))
         self.model.bias = nn.Parameter(torch.full((5,), start, dtype=torch.float64))
-        self.optimizer = still(self.model)
+        self.optimizers = OPTIMIZERS[kind](self.model)
         self.diloco = gradferry.DiLoCo(
             self.model,
-            self.optimizer,
+            self.optimizers,
             SYNC_EVERY,
             "exact",
             outer=lambda tensors: torch.optim.SGD(tensors, lr=1.0, momentum=0.5),
@@ -102,7 +137,8 @@ class Real:
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.full_like(parameter, moves[name])
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def load(self, values: Values) -> None:
         """As `load_state_dict`, or, as libraries do, past autograd."""
@@ -113,6 +149,11 @@ class Real:
             for name, parameter in self.model.named_parameters():
                 parameter.data.copy_(new[name])
 
+    def freeze(self, names: set[str]) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name not in names)
+            parameter.grad = None
+
     def saved(self) -> bytes:
         file = io.BytesIO()
         torch.save([self.model.state_dict(), self.diloco.state_dict()], file)
@@ -120,15 +161,15 @@ class Real:
 
 
 @contextlib.contextmanager
-def interrupting(diloco: Any, number: int) -> Iterator[None]:
-    """KeyboardInterrupt at one of the `POINTS` of an outer step."""
+def interrupting(diloco: Any, number: int, error: type[BaseException]) -> Iterator[None]:
+    """The error is raised at one of the `POINTS` of an outer step."""
     seen = 0
 
     def count() -> None:
         nonlocal seen
         seen += 1
         if seen == number:
-            raise KeyboardInterrupt
+            raise error
 
     def around(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -159,8 +200,9 @@ class History:
 
     def __init__(self, seed: int) -> None:
         self.rng, self.rank = random.Random(seed), dist.get_rank()
+        self.kind = seed % len(OPTIMIZERS)
         self.expected = Expected([0, 1, 2, 3])
-        self.real: Real | None = Real(dist.new_group())
+        self.real: Real | None = Real(dist.new_group(), self.kind, start=float(self.rank))
 
     def moves(self) -> dict[int, Values]:
         return {rank: drawn(self.rng) for rank in range(4)}
@@ -188,6 +230,23 @@ class History:
     def load_on_some(self) -> None:
         self.load(self.rng.randint(1, 3))
 
+    def load_and_resume(self) -> None:
+        """A state is saved between a load and the next step, which looks at it."""
+        self.load()
+        self.resume()
+
+    def accept(self) -> None:
+        """Some ranks clip their weights, each to others."""
+        values = {
+            rank: drawn(self.rng) for rank in self.expected.members if self.rng.random() < 0.5
+        }
+        self.expected.accept(values)
+        if self.real is not None and self.rank in values:
+            self.real.load(values[self.rank])
+            self.real.diloco.accept_local()
+        if self.rng.random() < 0.5:
+            self.swap()
+
     def swap(self) -> None:
         """Weights of an average are evaluated, and taken back."""
         if self.real is not None:
@@ -201,12 +260,12 @@ class History:
     def freeze(self) -> None:
         self.expected.frozen ^= {"bias"}
         if self.real is not None:
-            self.real.model.bias.requires_grad_("bias" not in self.expected.frozen)
-            self.real.model.bias.grad = None
+            self.real.freeze(self.expected.frozen)
 
     def interrupt(self) -> None:
         """A drawn point of the next outer step; then all that are left go on, or with others."""
         victim, number = self.rng.choice(self.expected.members), self.rng.randint(1, POINTS)
+        error = self.rng.choice((KeyboardInterrupt, ZeroDivisionError))
         while self.expected.since != SYNC_EVERY - 1:
             self.step()
         if len(self.expected.members) == 1 or self.expected.loaded:
@@ -214,9 +273,12 @@ class History:
         moves = self.moves()
         assert self.expected.step(moves)
         if self.real is not None:
-            stopped = interrupting(self.real.diloco, number if self.rank == victim else 0)
-            with stopped, contextlib.suppress(gradferry.PeerError, KeyboardInterrupt):
-                self.real.step(moves[self.rank])
+            stopped = interrupting(self.real.diloco, number if self.rank == victim else 0, error)
+            with stopped, contextlib.suppress(KeyboardInterrupt):
+                outcome = attempt(lambda: self.real.step(moves[self.rank]))
+                assert outcome.error in (None, "PeerError", error.__name__, "StateError"), outcome
+                # The outer optimizer has failed.
+                assert outcome.error != "StateError" or error.__name__ in outcome.text
         self.rejoin(self.expected.members)
 
     def rejoin(self, members: list[int]) -> None:
@@ -227,7 +289,8 @@ class History:
                 self.real.diloco.close()
             self.real = None
         elif self.real is None:
-            self.real = Real(group, start=5.0)
+            self.real = Real(group, self.kind, start=5.0)
+            self.real.freeze(self.expected.frozen)
         else:
             self.real.diloco.rejoin(group)
 
@@ -242,23 +305,33 @@ class History:
         group, model_first = dist.new_group(self.expected.members), self.rng.random() < 0.5
         if self.real is None:
             return
-        saved, frozen = self.real.saved(), not self.real.model.bias.requires_grad
+        saved = self.real.saved()
         self.real.diloco.close()
-        self.real = Real(group, start=9.0)
+        self.real = Real(group, self.kind, start=9.0)
         model, diloco = torch.load(io.BytesIO(saved), weights_only=True)
         if model_first:
             self.real.model.load_state_dict(model)
         self.real.diloco.load_state_dict(diloco)
         self.real.model.load_state_dict(model)
-        self.real.model.bias.requires_grad_(not frozen)
+        self.real.freeze(self.expected.frozen)
 
     def finish(self) -> None:
+        """Ranks whose data ends early take part in the outer steps of the others."""
         if self.expected.loaded:  # perhaps not the same
             self.load()
-        if self.expected.since or self.expected.loaded:
-            assert self.expected.outer_step()
+        most = self.rng.choice((0, 2 * SYNC_EVERY))
+        if not most:  # all that is left is what ranks have accepted
+            while self.expected.since:
+                self.step()
+            self.accept()
+        moves = {
+            rank: [drawn(self.rng) for _ in range(self.rng.randint(0, most))] for rank in range(4)
+        }
         if self.real is not None:
+            for move in moves[self.rank]:
+                self.real.step(move)
             self.real.diloco.finish()
+        self.expected.finish(moves)
 
     def compare(self) -> None:
         if self.real is None:
@@ -276,12 +349,13 @@ class History:
 
 
 @pytest.mark.filterwarnings("ignore::gradferry.GradferryWarning")  # what an interrupted rank lacks
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(9))
 @on_ranks(4)
 def test_histories_end_where_the_model_does(seed: int) -> None:
     history = History(seed)
     often = [history.step] * 5
-    seldom = [history.load, history.load_on_some, history.swap, history.freeze]
+    loads = [history.load, history.load_on_some, history.load_and_resume]
+    seldom = [*loads, history.accept, history.swap, history.freeze]
     members = [history.interrupt, history.interrupt, history.change_members, history.resume]
     for _ in range(EVENTS):
         history.rng.choice([*often, *seldom, *members])()

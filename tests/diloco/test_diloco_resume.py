@@ -234,15 +234,3 @@ def test_damaged_states_are_refused_and_change_nothing() -> None:
     assert training.state() == before
     training.diloco.load_state_dict(good)
     assert training.diloco.stats()["inner_steps"] == SYNC_EVERY + 1
-
-
-@on_ranks(2)
-def test_state_needs_the_outer_optimizer_it_was_saved_with() -> None:
-    training = Training("q4", seed=0)
-    training.train(range(SYNC_EVERY))
-    other = Training("q4", seed=0, outer=lambda common: torch.optim.AdamW(common, lr=0.1))
-    before = other.state()
-    outcome = attempt(lambda: other.diloco.load_state_dict(training.diloco.state_dict()))
-    assert outcome.error == "StateError"
-    assert "outer" in outcome.text
-    assert other.state() == before

@@ -173,7 +173,7 @@ def small_files() -> Iterator[None]:
 
 LARGE = {"large": torch.zeros(100_000)}
 NOTHING = contextlib.nullcontext
-UNFIT = ", which a checkpoint cannot hold"
+UNFIT = ".*which a checkpoint cannot hold"
 # Where a rank cannot save: what is so there, what it saves, and what its error says.
 FAILURES: dict[str, tuple[Callable[[], Any], dict[Any, Any], str]] = {
     "fsync": (lambda: mock.patch("os.fsync", disk_full), LARGE, "No space left.*rank-{}-"),
@@ -190,24 +190,24 @@ FAILURES: dict[str, tuple[Callable[[], Any], dict[Any, Any], str]] = {
     "number": (
         NOTHING,
         {"best": np.float64(0.5)},
-        rf"content\['best'\] is a numpy\.float64{UNFIT}",
+        rf"content\['best'\] .*numpy\.float64{UNFIT}",
     ),
     "array": (
         NOTHING,
         {"nested": [{"deep": (torch.zeros(2), np.zeros(2))}]},
-        rf"content\['nested'\]\[0\]\['deep'\]\[1\] is a numpy\.ndarray{UNFIT}",
+        rf"content\['nested'\]\[0\]\['deep'\]\[1\] .*numpy\.ndarray{UNFIT}",
     ),
     "function": (
         NOTHING,
         {"schedule": {"lambda": lambda step: step}},
-        rf"content\['schedule'\]\['lambda'\] is a function{UNFIT}",
+        rf"content\['schedule'\]\['lambda'\] .*function{UNFIT}",
     ),
     "own": (
         NOTHING,
         {"own": NotATensor()},
-        rf"content\['own'\] is a test_checkpoint\.NotATensor{UNFIT}",
+        rf"content\['own'\] .*NotATensor{UNFIT}",
     ),
-    "key": (NOTHING, {NotATensor: 1}, f"of content is a type{UNFIT}"),
+    "key": (NOTHING, {NotATensor: 1}, f"the key .*NotATensor.* of content{UNFIT}"),
 }
 
 
@@ -311,10 +311,11 @@ def case_save_in_group(folder: str) -> list[Any]:
 def test_each_rank_of_a_group_loads_what_it_saved(world_of_3: World, tmp_path: Path) -> None:
     answers = world_of_3.run(case_save_in_group, folder=str(tmp_path))
     assert [answer[0] for answer in answers[1:]] == [11.0, 12.0]
-    assert "is of ranks 1 and 2 of the default group and has nothing of rank 0" in answers[0][0]
+    assert "ranks 1 and 2 of the default group, and has nothing of rank 0" in answers[0][0]
     for answer in answers:  # as they are in the group
         assert answer[1:3] == [11.0, 12.0]
-        assert "is of 2 ranks and has nothing of rank 2" in answer[3]
+        assert "is of 2 ranks" in answer[3]
+        assert "has nothing of rank 2" in answer[3]
 
 
 def case_save_once(folder: str) -> None:
@@ -388,7 +389,7 @@ def test_damaged_checkpoint_is_refused_by_name(
 
 
 def test_rank_that_did_not_save_is_refused(of_two: Path) -> None:
-    with pytest.raises(gradferry.StateError, match="is of 2 ranks and has nothing of rank 2"):
+    with pytest.raises(gradferry.StateError, match=r"is of 2 ranks.* has nothing of rank 2"):
         gradferry.checkpoint.load(of_two, 2)
 
 

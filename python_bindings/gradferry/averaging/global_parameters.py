@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from gradferry.core.agreement import (
     odd_one,
     on_all_ranks,
     raise_first_error,
+    record_hash,
     rendezvous_place,
 )
 from gradferry.core.device import CPU
@@ -42,9 +44,20 @@ from gradferry.errors import (
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Answer = TypeVar("Answer")
 
-_MAKE_ANEW = "the model must stay as it is; make a new DiLoCo on every rank"
 _SAMPLE = 64  # elements of each parameter that are looked at before and after every inner step
 _MOST_NUMBERS = 1 << 10  # in an option of an optimizer that is a tensor
+
+
+class Loaded(NamedTuple):
+    """Parameters that something other than an optimizer has put into the model."""
+
+    name: str  # one of them
+    since: int  # inner steps before it
+    copies: list[torch.Tensor]  # of all parameters
+
+    def record(self) -> list[Any]:
+        """In which ranks differ that have loaded others."""
+        return [self.name, self.since, record_hash(_native.parameter_hashes(self.copies))]
 
 
 def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -64,6 +77,9 @@ class GlobalParameters:
             them.
         outer: the optimizer of `tensors`.
         device: of all these.
+        since: inner steps of this period.
+        loaded: from what the model was trained, if not from the global parameters.
+        is_shown: whether the model is at the global parameters, within `shown`.
 
     Args:
         model: whose parameters they are.
@@ -88,12 +104,17 @@ class GlobalParameters:
         self.names = list(self._parameters)
         self.device = _place(device, self._local())
         self._layout = self._layout_now()
-        self.tensors = [nn.Parameter(each) for each in self.copies()]
+        self.tensors = [nn.Parameter(each) for each in self._copies()]
         self.make_changes()
         self.outer = _outer_optimizer(make_outer, self.tensors)
         self._made = [type(self.outer).__name__, *described(self.outer)]
-        self._accepted = False
-        self.mark()
+        self.since = 0
+        self.loaded: Loaded | None = None
+        self._began: Loaded | None = None  # what it was for `measure`
+        # Within `shown`: where the model was, and what was loaded then.
+        self._local_before: list[torch.Tensor] | None = None
+        self._loaded_before: Loaded | None = None
+        self.mark(are_global=True)
 
     def make_changes(self) -> None:
         """Zeros in new memory: for each dtype, views of one flat tensor."""
@@ -195,15 +216,15 @@ class GlobalParameters:
     def _layout_now(self) -> list[tuple[tuple[int, ...], str]]:
         return [(tuple(now.shape), str(now.dtype)) for now in self._local()]
 
-    def copies(self) -> list[torch.Tensor]:
+    def _copies(self) -> list[torch.Tensor]:
         """Where the model is, as the global parameters would hold it."""
+        kept = torch.contiguous_format  # fused optimizers take memory as it comes, whatever strides
         return [
             now.to(
                 self.device,
                 torch.promote_types(now.dtype, torch.float32),
                 copy=True,
-                # Fused optimizers go through memory without a look at strides.
-                memory_format=torch.contiguous_format,
+                memory_format=kept,
             )
             for now in self._local()
         ]
@@ -216,30 +237,43 @@ class GlobalParameters:
         Raises:
             StateError: one was replaced, removed, added, unfrozen or converted.
         """
+        for change in self._changes_of_model():
+            raise StateError(
+                f"{change}; the model must stay as it is: make a new DiLoCo on every rank"
+            )
+
+    def _changes_of_model(self) -> Iterator[str]:
         self._local()  # has FSDP2 put the shards into the modules
         now = dict(self._model.named_parameters())
         for name, parameter in {**self._parameters, **self._frozen}.items():
             if now.get(name) is not parameter:
-                what = "replaced" if name in now else "removed"
-                raise StateError(f"the parameter {name!r} was {what}; {_MAKE_ANEW}")
+                yield f"the parameter {name!r} was {'replaced' if name in now else 'removed'}"
         for name, parameter in now.items():
             if parameter.requires_grad and name not in self._parameters:
-                raise StateError(f"the parameter {name!r} was added or unfrozen; {_MAKE_ANEW}")
+                yield f"the parameter {name!r} was added or unfrozen"
         for name, was, is_now in zip(self.names, self._layout, self._layout_now(), strict=True):
             if was != is_now:
-                raise StateError(f"the parameter {name!r} is {is_now}, and was {was}; {_MAKE_ANEW}")
-        own = set(map(id, now.values()))
+                yield f"the parameter {name!r} is {is_now}, and was {was}"
         for each in self._optimizers:
-            if not _held_by(each) <= own:
-                raise StateError(
+            if not _held_by(each) <= set(map(id, now.values())):
+                yield (
                     f"{type(each).__name__} got parameters that the model lacks, which every rank "
-                    f"would train alone; {_MAKE_ANEW}"
+                    "would train alone"
                 )
 
-    def has_any_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer would move a parameter that the model has, or had."""
+    def expect_known(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that has stepped is one of those that were given, or of another model.
+
+        Raises:
+            StateError: it has parameters that the model has, or had.
+        """
         own = {id(p) for p in (*self._parameters.values(), *self._model.parameters())}
-        return not own.isdisjoint(_held_by(optimizer))
+        if not any(optimizer is each for each in self._optimizers) and own & _held_by(optimizer):
+            self.expect_same_model()
+            raise StateError(
+                f"{type(optimizer).__name__} has stepped on parameters of the model, and DiLoCo "
+                "counts the steps of other optimizers; give all that train the model, in a list"
+            )
 
     def frozen(self) -> dict[str, bool]:
         """Parameters that were frozen since the beginning, and whether `measure` has seen them
@@ -251,50 +285,58 @@ class GlobalParameters:
             if not self._parameters[name].requires_grad
         }
 
-    def mark(self) -> None:
-        """What the parameters are now is what `changed` compares with."""
+    def mark(self, *, are_global: bool = False) -> None:
+        """What the parameters are now was done by an optimizer, or is known.
+
+        Args:
+            are_global: whether they are the global parameters.
+        """
+        self._are_global = are_global
         self._hashes: list[int] | None = None  # of the model in a state that was loaded
         self._places, self._sample = self._places_now(), self._sample_now()
 
-    def accept(self) -> None:
-        """Does what `mark` does, where the period begins with other parameters than the global."""
-        self.mark()
-        self._accepted = True
+    def look(self) -> None:
+        """Sets `loaded` to what something other than an optimizer has put into the model."""
+        if self._changed():
+            self.loaded = self._loaded_now()
+            self.mark()
 
-    def local_hashes(self, local: Sequence[torch.Tensor] | None = None) -> list[int]:
-        """A hash of the bits of each parameter of the model, or of what `local_copy` returned."""
-        return _native.parameter_hashes(list(local or self._local()))
+    def accept(self) -> None:
+        """What the model has now is what this rank has trained."""
+        self.loaded = None
+        self.mark()
+
+    def _loaded_now(self) -> Loaded | None:
+        """`loaded` as `look` would set it, which notes nothing: a change may yet be taken back."""
+        if self.is_shown:
+            return self._loaded_before
+        if not (names := self._changed()):
+            return self.loaded
+        return Loaded(names[0], self.since, self._copies()) if self.apart() else None
 
     @torch.no_grad()
-    def changed(self, *, at_start: bool) -> list[str]:
+    def _changed(self) -> list[str]:
         """Parameters that something other than an optimizer has changed since `mark`, or since the
         state was saved that was loaded. A change and its reversal are none.
 
         Versions of tensors tell where to look, and a sample of each parameter what there is. Writes
         through ``.data`` leave no version: the sample is compared without it at the start of a
         period, and on the host always.
-
-        Args:
-            at_start: of a period, where the model had the global parameters.
         """
-        places = self._places_now()
-        at_start = at_start and not self._accepted
+        places, names = self._places_now(), []
         if self._hashes is not None:
-            pairs = zip(self.names, self._hashes, self.local_hashes(), strict=True)
+            pairs = zip(self.names, self._hashes, self._local_hashes(), strict=True)
             names = [name for name, was, now in pairs if was != now]
-        elif at_start and places != self._places:
+        elif self._are_global and places != self._places:
             names = self.apart()
-        elif at_start or places != self._places or self._sample.device == CPU:
+        elif self._are_global or places != self._places or self._sample.device == CPU:
             differ = ~torch.isclose(self._sample, self._sample_now(), 0, 0, equal_nan=True)
-            names = []
             if differ.any():
                 sizes = [len(_sample_of(_own_part(p))) for p in self._parameters.values()]
                 parts = zip(self.names, torch.split(differ, sizes), strict=True)
                 names = [name for name, part in parts if part.any()]
-        else:
-            return []
         if not names and (places != self._places or self._hashes is not None):
-            self.mark()
+            self.mark(are_global=self._are_global)
         return names
 
     @torch.no_grad()
@@ -305,6 +347,10 @@ class GlobalParameters:
             for name, start, now in zip(self.names, self.tensors, self._local(), strict=True)
             if not torch.equal(start.to(now.device, now.dtype), now)
         ]
+
+    def _local_hashes(self) -> list[int]:
+        """A hash of the bits of each parameter of the model; within `shown`, of before."""
+        return _native.parameter_hashes(self._local_before or self._local())
 
     def _places_now(self) -> list[tuple[int, int]]:
         own = map(_own_part, self._parameters.values())
@@ -321,42 +367,37 @@ class GlobalParameters:
         """Which tensors in the state of optimizers are the model's parameters, such as master
         weights, each with the global parameter: by key, if all are, and not all of them are zero.
         """
-        index = {id(p): i for i, p in enumerate(self._parameters.values())}
         found: dict[tuple[int, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         are_others, certain = set(), set()
-        local = self._local()
-        for number, optimizer in enumerate(self._optimizers):
-            for parameter, kept in optimizer.state.items():
-                if (i := index.get(id(parameter))) is None:
-                    continue
-                for key, value in kept.items():
+        for parameter, local, start in zip(
+            self._parameters.values(), self._local(), self.tensors, strict=True
+        ):
+            for number, optimizer in enumerate(self._optimizers):
+                for key, value in optimizer.state.get(parameter, {}).items():
                     name = number, key
                     if not isinstance(value, torch.Tensor) or name in are_others:
                         continue
-                    if not _are_equal(copy := _own_part(value), local[i]):
+                    copy = _own_part(value)
+                    if not _are_equal(copy, local):
                         are_others.add(name)
-                        continue
-                    found.setdefault(name, []).append((copy, self.tensors[i]))
-                    if copy.numel() > 1 and copy.any():
+                    elif copy.numel() > 1 and copy.any():
                         certain.add(name)
+                    found.setdefault(name, []).append((copy, start))
         return [pair for name in certain - are_others for pair in found[name]]
 
     # --- an outer step ---
 
     @torch.no_grad()
-    def measure(self, loaded: Sequence[torch.Tensor] | None) -> None:
+    def measure(self) -> None:
         """Sets `changes` to the pseudo-gradients of this rank.
-
-        Args:
-            loaded: the parameters from which it has trained, if not the global ones.
 
         Raises:
             StateError: the model has other parameters than before, or one is not finite.
         """
         self.expect_same_model()
-        local = self._local()
-        starts = loaded or self.tensors
-        for start, now, change in zip(starts, local, self.changes, strict=True):
+        self._began = self.loaded
+        starts = self.loaded.copies if self.loaded else self.tensors
+        for start, now, change in zip(starts, self._local(), self.changes, strict=True):
             # The model began with the global parameters as its dtype can hold them.
             began = start.to(now.dtype).to(change.dtype)
             torch.sub(began, now.to(change.device, change.dtype), out=change)
@@ -367,16 +408,17 @@ class GlobalParameters:
                     "look at the loss of this rank, and go on from a checkpoint"
                 )
 
-    def apply(self, absent: Iterable[str], loaded: Sequence[torch.Tensor] | None) -> None:
-        """Steps the outer optimizer with the averages in `changes`, and moves the model there.
+    def apply(self, absent: Iterable[str]) -> None:
+        """Steps the outer optimizer with the averages in `changes`, and moves the model there. What
+        was `loaded` before `measure` becomes the global parameters first, with an optimizer that
+        begins anew.
 
         Args:
             absent: parameters without a pseudo-gradient, which stay where they are.
-            loaded: what becomes the global parameters first, with an optimizer that begins anew.
         """
-        if loaded is not None:
+        if self._began:
             with torch.no_grad():
-                for start, copy in zip(self.tensors, loaded, strict=True):
+                for start, copy in zip(self.tensors, self._began.copies, strict=True):
                     start.copy_(copy)
             self.outer.state.clear()
         without = set(absent)
@@ -389,28 +431,37 @@ class GlobalParameters:
     @torch.no_grad()
     def go_on_from_here(self) -> None:
         """Moves the model, and the copies of it that optimizers keep, to the global parameters."""
-        self._accepted = False
         copies = self._copies_in_optimizers()
-        self.show()
+        self._move(self.tensors)
         for copy, start in copies:
             copy.copy_(start)
-        self.mark()
+        self.since, self.loaded = 0, None
+        self.mark(are_global=True)
 
     @torch.no_grad()
-    def show(self) -> None:
-        """Moves the model to the global parameters."""
-        for start, now in zip(self.tensors, self._local(), strict=True):
-            now.copy_(start)
+    def _move(self, to: Sequence[torch.Tensor]) -> None:
+        for now, there in zip(self._local(), to, strict=True):
+            now.copy_(there)
 
-    def local_copy(self) -> list[torch.Tensor]:
-        """Where the model is."""
-        return [now.clone() for now in self._local()]
+    @property
+    def is_shown(self) -> bool:
+        return self._local_before is not None
 
-    @torch.no_grad()
-    def move_back(self, to: Sequence[torch.Tensor]) -> None:
-        """Moves the model to what `local_copy` returned."""
-        for now, before in zip(self._local(), to, strict=True):
-            now.copy_(before)
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """See `DiLoCo.global_parameters`."""
+        self.expect_same_model()
+        kept, outermost = [now.clone() for now in self._local()], not self.is_shown
+        if outermost:
+            self._loaded_before = self._loaded_now()
+            self._local_before = kept
+        self._move(self.tensors)
+        try:
+            yield
+        finally:
+            self._move(kept)
+            if outermost:
+                self._local_before = None
 
     def hashes(self) -> list[int]:
         """A hash of the bits of each global parameter."""
@@ -485,15 +536,14 @@ class GlobalParameters:
         (size,) = travel(torch.tensor([len(packed)], dtype=torch.int64, device="cpu")).tolist()
         if not 0 < size < 1 << 40:
             raise ProtocolError(f"a rank says that its outer optimizer has {size} bytes")
-        data = bytearray(packed.ljust(size, b"\0"))
-        data = bytearray(travel(torch.frombuffer(data, dtype=torch.uint8)).cpu().numpy().tobytes())
-        state = unpack(bytes(data), self.outer)
-        taken = list(self.tensors) if anybody else []
-        handed = [each.detach() for each in taken]
-        handed += [_own_part(each) for each in self._frozen.values()] if frozen else []
-        received = [travel(each if gives else torch.empty_like(each)) for each in handed]
-        for index, (own, message) in enumerate(zip(handed, received, strict=True)):
-            if me or index >= len(taken):
+        room = torch.frombuffer(bytearray(packed.ljust(size, b"\0")), dtype=torch.uint8)
+        packed = travel(room).cpu().numpy().tobytes()
+        handed = [(each.detach(), me) for each in self.tensors if anybody]
+        handed += [(_own_part(each), True) for each in self._frozen.values() if frozen]
+        received = [travel(own if gives else torch.empty_like(own)) for own, _ in handed]
+        state = unpack(packed, self.outer)
+        for (own, takes), message in zip(handed, received, strict=True):
+            if takes:
                 own.copy_(message)
         if me and anybody:
             mine = self.outer.state_dict()["param_groups"]
@@ -501,26 +551,26 @@ class GlobalParameters:
 
     # --- saved ---
 
-    def saved(self, local: Sequence[torch.Tensor] | None) -> dict[str, Any]:
-        """Copies, by name, and of what the outer optimizer keeps.
-
-        Args:
-            local: what `local_copy` has returned, where the model is elsewhere.
+    def saved(self) -> dict[str, Any]:
+        """Copies of the global parameters, by name, and of what the outer optimizer keeps; and what
+        it takes to see whether the model was loaded with them.
         """
+        loaded = self._loaded_now()
         return {
+            "since": self.since,
             "global": {
                 name: start.detach().clone()
                 for name, start in zip(self.names, self.tensors, strict=True)
             },
-            "local": self.local_hashes(local),
+            "local": self._local_hashes(),
+            "loaded": loaded and loaded.copies,
             "outer_type": type(self.outer).__name__,
             "outer": _copied(self.outer.state_dict()),
         }
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Any], also: Callable[[], None]) -> None:
-        """Restores what `saved` returned, and what `also` does, or nothing. Checks what was saved
-        beside it as ``loaded``: None, or `copies`.
+        """Restores what `saved` returned, and what `also` does, or nothing.
 
         Raises:
             StateError: it is of another model, or damaged; or what `also` raises.
@@ -531,16 +581,15 @@ class GlobalParameters:
                 "the saved state has global parameters of another model; load it with the model it "
                 "was saved with"
             )
-        if not _are_hashes(local, len(self.names)):
-            raise StateError("the saved state lacks hashes of the model; it was damaged")
-        if loaded is not None and not (isinstance(loaded, list) and len(loaded) == len(values)):
-            raise StateError("the saved state lacks parameters that were loaded; it was damaged")
+        are_hashes = isinstance(local, list) and [*map(type, local)] == [int] * len(values)
+        is_whole = loaded is None or (isinstance(loaded, list) and len(loaded) == len(values))
+        if not are_hashes or not is_whole:
+            raise StateError("the saved state does not say where the model was; it was damaged")
         named = list(zip(self.names, self.tensors, strict=True))
         for value, (name, start) in zip(
             [*values.values(), *(loaded or ())], 2 * named, strict=False
         ):
-            fits = isinstance(value, torch.Tensor) and value.dtype == start.dtype
-            if not fits or value.shape != start.shape or not value.isfinite().all():
+            if not _is_alike(start, value) or not value.isfinite().all():
                 raise StateError(
                     f"the saved global parameter {name!r} is no finite tensor of shape "
                     f"{tuple(start.shape)} and {start.dtype}, as this model needs; it was damaged, "
@@ -565,7 +614,9 @@ class GlobalParameters:
             raise
         for name, start in zip(self.names, self.tensors, strict=True):
             start.copy_(values[name])
-        self._hashes = list(local or ())  # of the model, before it is loaded or after
+        self.since, self._are_global = saved["since"], False
+        self.loaded = Loaded(self.names[0], self.since, loaded) if loaded else None
+        self._hashes = [*map(int, local or ())]  # of the model, before it is loaded or after
 
 
 def _copied(state: Any) -> Any:
@@ -591,11 +642,6 @@ def _expect_fitting(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) ->
                 raise ValueError(f"its {key} is not finite, or of another shape")
 
 
-def _are_hashes(given: object, number: int) -> bool:
-    is_list = isinstance(given, list | tuple) and len(given) == number
-    return is_list and all(type(each) is int for each in given)  # type: ignore[attr-defined]
-
-
 # --- tensors --------------------------------------------------------------------------------------
 
 
@@ -603,6 +649,12 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     """Whether all elements are finite, in one pass and without a boolean tensor."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return not real.numel() or bool(torch.stack(real.aminmax()).isfinite().all())
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether both are tensors of one shape and dtype."""
+    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return both and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _is_shard(parameter: torch.Tensor) -> bool:
@@ -619,18 +671,12 @@ def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
     """Elements from all over it."""
     count = tensor.numel()
     size, step = min(count, _SAMPLE), max(1, count // _SAMPLE)
-    if tensor.is_contiguous() or _is_dense(tensor):
-        part = tensor.as_strided((size,), (step,))  # in any order, and no copy
+    places = zip(tensor.shape, tensor.stride(), strict=True)
+    if sum((n - 1) * stride for n, stride in places) + 1 == count:  # without gaps, in any order
+        part = tensor.as_strided((size,), (step,))
     else:
         part = tensor.reshape(-1)[::step][:size]
-    if part.is_complex():
-        part = torch.view_as_real(part).reshape(-1)
-    return part
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    places = zip(tensor.shape, tensor.stride(), strict=True)
-    return sum((n - 1) * stride for n, stride in places) + 1 == tensor.numel()
+    return torch.view_as_real(part).reshape(-1) if part.is_complex() else part
 
 
 def _are_equal(copy: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -690,8 +736,8 @@ def pack(optimizer: torch.optim.Optimizer, *, with_state: bool = False) -> bytes
 
 
 def unpack(packed: bytes, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """Takes the options that another rank has `pack`ed, and returns the state. What is equal
-    already stays the same object; a tensor that is not is replaced by another.
+    """Takes the options that another rank has `pack`ed, and returns the state. Tensors stay the
+    same objects: a schedule may hold them.
 
     Raises:
         ProtocolError: it fits no such optimizer. Nothing was changed.
@@ -702,20 +748,18 @@ def unpack(packed: bytes, optimizer: torch.optim.Optimizer) -> dict[int, dict[st
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         _expect_fitting((own[index], kept) for index, kept in state.items())
         pairs = list(zip(optimizer.param_groups, groups, strict=True))
-        theirs = [{key: (value, _text(value)) for key, value in each.items()} for _, each in pairs]
-        if any("params" in each or not _is_plain(each) for _, each in pairs):
+        if any("params" in each or not _is_plain(each) for each in groups):
             raise ValueError("an option is none")
     except Exception as error:  # whatever bytes may do
         raise ProtocolError(
             f"what a rank says of its outer optimizer fits none of these parameters: {error}; "
             "start every rank with the same code"
         ) from error
-    for (group, _), options in zip(pairs, theirs, strict=True):
-        for key, (value, text) in options.items():
-            mine = group.get(key)
-            if key not in group or _text(mine) != text:
-                if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
-                    value = value.to(mine.device)
+    for group, options in pairs:
+        for key, value in options.items():
+            if _is_alike(group.get(key), value):
+                group[key].copy_(value)
+            else:
                 group[key] = value
     return dict(state)
 
@@ -740,10 +784,8 @@ def checked_optimizers(given: object) -> list[torch.optim.Optimizer]:
                 f"optimizer={type(each).__name__} was made without Optimizer.__init__ and has no "
                 "hooks; give the one that it wraps, such as optimizer.optimizer"
             )
-    if not optimizers:
-        raise ConfigError("optimizer=[] has no optimizer")
-    if len(set(map(id, optimizers))) != len(optimizers):
-        raise ConfigError("optimizer= has one optimizer twice")
+    if not optimizers or len(set(map(id, optimizers))) != len(optimizers):
+        raise ConfigError("optimizer= has no optimizer, or one twice; give each that steps once")
     return optimizers
 
 

@@ -39,9 +39,12 @@ def write_content(path: Path, content: dict[str, Any]) -> dict[str, Any]:
         except Exception as error:
             if (cause := _os_error(error, outside)) is not None:
                 raise cause from None
-            if (refusal := _refusal(content)) is None:
-                raise
-            raise refusal from error
+            raise StateError(
+                f"{_refused(content)}, which a checkpoint cannot hold: save tensors, "
+                "numbers, strings and containers of them (.item() and .tolist() make them of "
+                "NumPy's), or name the type to torch.serialization.add_safe_globals() wherever it "
+                "is saved and loaded"
+            ) from error
     return _fingerprint(path)
 
 
@@ -89,43 +92,29 @@ def _os_error(error: BaseException | None, outside: BaseException | None) -> OSE
     return None
 
 
-def _refusal(content: dict[str, Any]) -> StateError | None:
-    """Names what cannot be loaded; None: everything can."""
-    path, value = next(_refused(content, "content"), ("", None))
-    if not path:
-        return None
-    return StateError(
-        f"{path} is a {_type_name(value)}, which a checkpoint cannot hold: save tensors, numbers, "
-        "strings and containers of them (.item() and .tolist() make them of NumPy's), or name the "
-        "type to torch.serialization.add_safe_globals() wherever it is saved and loaded"
-    )
+def _refused(content: dict[str, Any]) -> str:
+    """Names the innermost part of it that cannot be loaded."""
+    for path, value in _parts(content, "content"):
+        try:
+            file = io.BytesIO()
+            torch.save(value, file)
+            file.seek(0)
+            torch.load(file, map_location="cpu", weights_only=True)
+        except Exception:
+            return f"{path} is a {type(value)}"
+    return "content is what torch.load refuses"
 
 
-def _refused(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of the value that cannot be loaded again, innermost first, with paths."""
+def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
-        for key in value:
-            yield from _refused(key, f"the key {key!r} of {path}")
         items = value.items()
     elif isinstance(value, list | tuple):
         items = enumerate(value)
     for key, item in items:
-        yield from _refused(item, f"{path}[{key!r}]")
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return
-    try:
-        file = io.BytesIO()
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:
-        yield path, value
-
-
-def _type_name(value: object) -> str:
-    kind = type(value)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+        yield f"the key {key!r} of {path}", key
+        yield from _parts(item, f"{path}[{key!r}]")
+    yield path, value
 
 
 @contextlib.contextmanager
