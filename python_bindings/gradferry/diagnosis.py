@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from gradferry.core.agreement import most_of_ranks, rendezvous_place
+from gradferry.core.agreement import most_of_ranks
 from gradferry.core.codec_spec import AUTO, parse_codec
 from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import agreed_transport
@@ -288,10 +288,9 @@ class _Examination:
         self._make_step = make_step
         self._emit = emit
         self._group = ddp.process_group
-        self._rendezvous = rendezvous_place(self._group, place)
         self._clock: Clock = clock_of(place)
         self._place = place
-        nodes = found_nodes(self._group, self._rendezvous)
+        nodes = found_nodes(self._group, place)
         self._on_one_host = len(nodes.members) == 1
         *others, default = exchanges_to_choose_from(FOUND_NODES, nodes, on_host=on_host)
         options = {each.name: option_for(each.nodes) for each in others}
@@ -403,7 +402,7 @@ class _Examination:
             model.register_comm_hook(self._group, compress[hook])
 
     def _slowest(self, values: Sequence[float]) -> list[float]:
-        return most_of_ranks(values, self._group, self._rendezvous)
+        return most_of_ranks(values, self._group, self._place)
 
 
 def advise(

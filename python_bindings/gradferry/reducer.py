@@ -109,15 +109,11 @@ class Reducer(Averaging):
             record = {"way in": "Reducer", "bucket_cap_mb": bucket_cap(bucket_cap_mb)}
             return propose(config, members, device, named, record, self._RECOVERY_HINT)
 
-        def build(running: Running, nonce: str) -> Running:
-            running.start(members, nonce)
-            return running
-
         self._started = running = start(
             members,
             _place_in(members, device),
             propose_here,
-            build,
+            lambda running: running,
             purpose="come to make a Reducer",
         )
         self._watches = False  # the optimizer
@@ -127,9 +123,7 @@ class Reducer(Averaging):
         if self._reads:
             call_after_steps(partial(_look, weakref.ref(self)), owner=self)
         self._calls = TensorCalls(running, named, int(bucket_cap_mb * 2**20))
-        if running.engine is not None:
-            exchanges = running.transport.exchanges
-            warn_about_rules(running.config, running.parameters, exchanges=exchanges)
+        warn_about_rules([(running, "rules")])
 
     def all_reduce(self, tensors: Tensors | None = None, async_op: bool = False) -> Work | None:
         """Replaces tensors by their average over all ranks. Collective.

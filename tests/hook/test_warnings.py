@@ -18,7 +18,7 @@ import gradferry
 import pytest
 import torch
 from gradferry.averaging import step_numbers
-from gradferry.averaging.step_numbers import PassCounter, call_after_steps
+from gradferry.averaging.step_numbers import call_after_steps
 from gradferry.core.device import Transport, expect_no_blocking
 from gradferry.core.warn import warn
 from on_ranks import on_ranks
@@ -53,12 +53,10 @@ def inside(module: str, call: Callable[[], object]) -> Callable[[], object]:
     "modules",
     [
         [],
-        ["gradferry.ddp.state"],
         ["gradferry.averaging.advice", "torch.optim.optimizer", "torch.optim.lr_scheduler"],
-        ["gradferry.ddp.model", "torch.nn.parallel.distributed"],
         ["gradferry.ddp.binding", "copy"],
-        ["gradferry.averaging.advice", "torch.optim.optimizer", "accelerate.optimizer"],
         ["gradferry.ddp.state", "gradferry.integrations.lightning", "lightning.pytorch.trainer"],
+        ["gradferry.averaging.advice", "torch.optim.optimizer", "accelerate.optimizer"],
         ["gradferry.ddp.state", "gradferry.integrations.transformers", "transformers.trainer"],
     ],
 )
@@ -114,13 +112,6 @@ def test_warnings_name_the_line_that_the_user_wrote() -> None:
     assert lines(caught_behind_trainers_filter(copy_all)) == copies
 
 
-def test_a_warning_can_become_an_error() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", gradferry.GradferryWarning)
-        with pytest.raises(gradferry.GradferryWarning, match="a text"):
-            warn("a text")
-
-
 def transport(kind: str, *, exchanges: bool = True, streams: bool = True) -> Transport:
     return Transport(torch.device(kind), exchanges=exchanges, streams=streams)
 
@@ -136,19 +127,6 @@ def test_collectives_that_block_the_host_are_refused(monkeypatch, name):
         expect_no_blocking(transport("cuda", exchanges=False))
     monkeypatch.setenv(name, "0")
     expect_no_blocking(transport("cuda"))
-
-
-def test_passes_are_counted_for_each_optimizer() -> None:
-    passes = 0
-    counter = PassCounter(lambda: passes)
-    parameter = nn.Parameter(torch.zeros(1))
-    first, second = SGD([parameter]), SGD([parameter])
-    seen = []
-    for more, optimizer in [(1, first), (2, second), (0, first), (0, first), (3, second)]:
-        passes += more
-        seen.append(counter.take(optimizer))
-    # The second begins where the first has stepped, and the first had two passes meanwhile.
-    assert seen == [1, 2, 2, 0, 3]
 
 
 class Owner:

@@ -117,9 +117,6 @@ def case_trainings(folder: str) -> dict[str, Any]:
         plain.save_checkpoint(without)
         resumed = make_trainer(job, GradferryCallback(), max_steps=trainings.STEPS + 2)
         bound_to_nothing = make_trainer(job, callback, strategy=with_state())
-        unused = make_trainer(job, strategy=with_state(), max_steps=3)
-        with pytest.warns(UserWarning, match=r"compresses nothing.*GradferryCallback"):
-            unused.fit(make_module())
         return {
             "saved": sorted(torch.load(after, weights_only=False)["gradferry"]),
             "new": callback.state is not first,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -245,27 +244,3 @@ def test_what_was_agreed_on_is_not_there_before_the_state_is_bound() -> None:
     for door in ("config", "parameters", "rank", "world_size", "passes_through"):
         with pytest.raises(gradferry.StateError, match="not bound to a model"):
             getattr(gradferry.HookState("q4"), door)
-
-
-def case_unused() -> list[list[str]]:
-    """Warnings of steps with a state that is nobody's, and with one that is bound."""
-    run = Run(SCENARIO)
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    seen = []
-    for bind in (False, True):
-        state = gradferry.HookState("q4")
-        if bind:
-            state.bind(torch.nn.parallel.DistributedDataParallel(copy.deepcopy(run.model)))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(8):
-                optimizer.step()
-        seen.append([str(each.message) for each in caught])
-    return seen
-
-
-def test_state_that_no_model_uses_says_so_once(world_of_2: World) -> None:
-    for (said,), nothing in world_of_2.run(case_unused):
-        assert "HookState(codec='q4', bound=False) compresses nothing" in said
-        assert "GradferryCallback" in said
-        assert nothing == []

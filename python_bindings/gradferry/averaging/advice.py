@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import weakref
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,8 +14,7 @@ from torch.optim.optimizer import Optimizer
 from gradferry.averaging.momentum import is_set_up_for_another
 from gradferry.averaging.running import Running
 from gradferry.averaging.step_numbers import call_after_steps
-from gradferry.core.codec_spec import AUTO
-from gradferry.core.config import COARSE_BITS, DEFAULT_RULES, Config, Rule
+from gradferry.core.config import COARSE_BITS, Rule
 from gradferry.core.names import closest
 from gradferry.core.parameters import ParameterLayout
 from gradferry.core.warn import warn
@@ -36,12 +33,9 @@ _FOR_ANOTHER_HOOK = (
     "has no momentum: that ends momentum mode"
 )
 
-# Parts of class names, because optimizers of many libraries have such names.
-_ADAPTIVE = ("adam", "lamb")
-
 
 def watch_optimizer(running: Running) -> None:
-    """Judges every optimizer that steps on a model: warns of the first that does not suit the hook.
+    """Warns of the first optimizer that steps on a model and does not suit its hook.
 
     Such is one that `momentum_mode` has set up for another hook, such as that of an earlier
     DistributedDataParallel. In momentum mode it is one with its own momentum, unless its class has
@@ -76,21 +70,21 @@ def _unsuited(running: Running, optimizer: Optimizer) -> str | None:
         return None
     if running.config.momentum:
         return _momentum_twice(running.config.momentum, optimizer)
-    coarse = next((str(p.codec) for p in running.parameters if _coarse_with_residual(p)), None)
-    adaptive = any(word in name.lower() for word in _ADAPTIVE)
-    if coarse is None or not adaptive or not running.transport.exchanges:
+    coarse = next(
+        (
+            str(each.codec)
+            for each in running.parameters
+            if each.residuals[0] and each.codec.lossy and each.codec.bits() < COARSE_BITS
+        ),
+        None,
+    )
+    if coarse is None or "adam" not in name.lower() or not running.transport.exchanges:
         return None
     return (
-        f"{name} trains worse behind {coarse} with error feedback: what is withheld "
-        "reaches its variance late and at once. Attach with momentum=, and call "
+        f"{name} trains worse behind {coarse} with error feedback. Attach with momentum=, and call "
         "gradferry.optim.momentum_mode(optimizer, state) or use gradferry.optim.OneBitAdam; or "
-        "take a codec of 3 bits or more, an optimizer like SGD, or error_feedback='owner'"
+        "take a codec of 3 bits or more, or error_feedback='owner'"
     )
-
-
-def _coarse_with_residual(parameter: ParameterLayout) -> bool:
-    codec = parameter.codec
-    return parameter.residuals[0] and codec.lossy and codec.bits(parameter.dtype) < COARSE_BITS
 
 
 def _momentum_twice(momentum: float, optimizer: Optimizer) -> str | None:
@@ -124,81 +118,43 @@ def own_momenta(group: dict[str, Any]) -> list[tuple[str, float]]:
     return momenta
 
 
-def warn_about_rules(
-    config: Config, parameters: Sequence[ParameterLayout], *, exchanges: bool
-) -> None:
-    """Warns of rules that match no parameter, and of a codec that no parameter gets."""
-    warn_about_unmatched(config, parameters, "rules")
-    if exchanges:
-        warn_if_nothing_is_compressed([(config, parameters, "rules")])
-
-
-def warn_about_unmatched(
-    config: Config, parameters: Sequence[ParameterLayout], option: str
-) -> None:
-    """Warns of rules that match no parameter. `option`: the one that gives them."""
-    for number, rule in enumerate(config.rules):
-        if not any(_matches(rule, parameter) for parameter in parameters):
-            names = list(dict.fromkeys(parameter.name for parameter in parameters))
-            warn(_unmatched(f"{option}[{number}]", rule, names))
-
-
-def warn_if_nothing_is_compressed(
-    exchanges: Sequence[tuple[Config, Sequence[ParameterLayout], str]],
-) -> None:
-    """Warns if codecs were asked for, and no parameter gets one in any of the exchanges of a model:
-    of each the configuration, its parameters, and the option that gives its rules.
+def warn_about_rules(exchanges: Sequence[tuple[Running, str]]) -> None:
+    """Warns of rules that match no parameter, and of codecs that no parameter gets in any exchange
+    of a model. `exchanges`: each with the option that gives its rules.
     """
-    asked = [each for each in exchanges if each[0].codec.lossy or each[0].chooses]
-    reasons, options = {}, []
-    for config, parameters, option in asked:
-        options.append(f"{option}=")
-        for parameter in parameters:
-            if (reason := _why_exempt(config, parameter)) is None:
-                return
-            reasons[parameter.name] = reason  # once, for the shards of all ranks
-    if set(reasons.values()) <= {_BY_RULE}:
+    started = [(running, option) for running, option in exchanges if running.engine is not None]
+    for running, option in started:
+        for number, rule in enumerate(running.config.rules):
+            if not any(_matches(rule, parameter) for parameter in running.parameters):
+                warn(_unmatched(f"{option}[{number}]", rule, running.parameters))
+    asked = [
+        (running, option)
+        for running, option in started
+        if running.transport.exchanges and (running.config.codec.lossy or running.config.chooses)
+    ]
+    every = [(running.config, each) for running, _ in asked for each in running.parameters]
+    ruled = (any(_matches(rule, each) for rule in config.rules) for config, each in every)
+    if any(each.codec.lossy for _, each in every) or all(ruled):
         return
-    counted = ", ".join(f"{count} {kind}" for kind, count in Counter(reasons.values()).items())
-    codecs = [repr(AUTO if each.chooses else str(each.codec)) for each, _, _ in asked]
+    codecs = " and ".join(repr(running.codec_asked_for) for running, _ in asked)
+    options = " or ".join(f"{option}=" for _, option in asked)
     warn(
-        f"nothing is compressed by {' and '.join(codecs)}: every parameter is exempt ({counted}) "
-        "and is sent as it is. Give parameters of fp32, bf16 or fp16 a codec by "
-        f"{' or '.join(options)}, or take 'off' instead"
+        f"nothing is compressed by {codecs}: every parameter is exempt (by a rule, or as one of "
+        "float64 or complex numbers, of at most one dimension or of fewer than 1024 elements) and "
+        f"is sent as it is. Give parameters of fp32, bf16 or fp16 a codec by {options}, or take "
+        "'off' instead"
     )
-
-
-_BY_RULE = "by your rules"
-
-
-def _why_exempt(config: Config, parameter: ParameterLayout) -> str | None:
-    """Why a parameter is never compressed; None when a lossy codec takes it."""
-    if parameter.is_complex or parameter.dtype == torch.float64:
-        return "of float64 or complex"
-    for rule in (*config.rules, *DEFAULT_RULES):
-        if _matches(rule, parameter):
-            if rule.codec.lossy:
-                return None
-            if rule in config.rules:
-                return _BY_RULE
-            if rule.max_dims is not None:
-                return f"of at most {rule.max_dims} dimension"
-            assert rule.max_size is not None
-            return f"of fewer than {rule.max_size + 1} elements"
-    return None
 
 
 def _matches(rule: Rule, parameter: ParameterLayout) -> bool:
     return rule.matches(parameter.name, len(parameter.shape), math.prod(parameter.shape))
 
 
-def _unmatched(place: str, rule: Rule, names: Sequence[str]) -> str:
-    given = {
-        key: value
-        for key, value in {**asdict(rule), "codec": str(rule.codec)}.items()
-        if value != Rule.__dataclass_fields__[key].default
-    }
+def _unmatched(place: str, rule: Rule, parameters: Sequence[ParameterLayout]) -> str:
+    given = {key: value for key, value in vars(rule).items() if value != getattr(Rule, key, None)}
+    given["codec"] = str(rule.codec)
     text = f"{place}={given!r} matches no parameter"
+    names = list(dict.fromkeys(parameter.name for parameter in parameters))
     if any(Rule(rule.codec, rule.name).matches(name, 0, 0) for name in names):
         return f"{text}: of those with such a name none has these dimensions and this size"
     return (

@@ -85,12 +85,10 @@ class MomentumHandover:
 
     Args:
         running: has momentum mode, warm-up steps and other ranks.
-        place: a device that its process group has a backend for.
     """
 
-    def __init__(self, running: Running, place: torch.device) -> None:
+    def __init__(self, running: Running) -> None:
         self._running = running
-        self._place = place
         self._held: set[int] = set()
         self._handed_over: set[int] = set()
 
@@ -120,7 +118,8 @@ class MomentumHandover:
             "held": sorted(self._held),
             "handed_over": sorted(self._handed_over),
         }
-        records = gather_records(record, self._running.group, self._place)
+        running = self._running
+        records = gather_records(record, running.group, running.transport.device)
         self._expect_equal(
             [record["held"] for record in records],
             "has no OneBitAdam that holds",

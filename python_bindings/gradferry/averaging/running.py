@@ -279,8 +279,7 @@ class Running:
                 cannot start there. The hook keeps the engine before.
         """
         old = replace(self)
-        group = self.group
-        place = rendezvous_place(group, self.transport.device)
+        group, device = self.group, self.transport.device
         residuals = None
 
         def read_old() -> Record:
@@ -288,7 +287,7 @@ class Running:
             residuals = None if old.engine is None else old.engine.state()
             return {"nonce": uuid.uuid4().hex}
 
-        nonces = on_all_ranks(read_old, group, place)
+        nonces = on_all_ranks(read_old, group, device)
         if old.engine is not None:
             counted = old.engine.stats()
             sums = {key: counted[key] for key in step_numbers.CONTINUED if key in counted}
@@ -309,8 +308,8 @@ class Running:
                 moving = self._take_over(self.engine, old, residuals, step)
 
         try:
-            on_all_ranks(begin, group, place)
-            while (whole := next_on_all_ranks(moving, group, place)) is not None:
+            on_all_ranks(begin, group, device)
+            while (whole := next_on_all_ranks(moving, group, device)) is not None:
                 with losing_names_ranks(group):
                     dist.all_reduce(whole, group=group)
         except GradferryError:

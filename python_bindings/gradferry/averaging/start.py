@@ -15,12 +15,13 @@ from gradferry.core.agreement import (
     error_record,
     gather_records,
     interrupts_told,
+    on_all_ranks,
     raise_first_error,
     raise_first_mismatch,
     rendezvous_place,
 )
 from gradferry.core.nodes import choose_exchange, identity, received_identities, resolve
-from gradferry.core.rendezvous import exists, meet, patience, say_failed, world_ranks
+from gradferry.core.rendezvous import exists, meet, patience, say_failed
 from gradferry.errors import ConfigError, PeerError, StateError
 
 Started = TypeVar("Started")
@@ -57,7 +58,7 @@ def start(
     group: dist.ProcessGroup,
     device: torch.device,
     propose: Callable[[], Running],
-    build: Callable[[Running, str], Started],
+    build: Callable[[Running], Started],
     *,
     purpose: str,
 ) -> Started:
@@ -67,8 +68,8 @@ def start(
         group: of the ranks.
         device: of what is averaged.
         propose: the configuration of this rank. An error in it is raised on all ranks.
-        build: of the configuration that all ranks agreed on and a nonce, which is equal on all
-            ranks and never comes twice. It starts the engine, and is collective.
+        build: what is made of the configuration that all ranks agreed on, with its engine started.
+            An error in it, too, is raised on all ranks.
         purpose: what ranks that stay away did not do, for example "come to attach".
 
     Returns:
@@ -80,34 +81,31 @@ def start(
         PeerError: a rank did not come, or failed to set up its connections or memory. Nothing was
             changed: all ranks can try again.
     """
-    place = rendezvous_place(group, device)
-    longest = patience(group, place)
+    longest = patience(group, rendezvous_place(group, device))
     meet(group, longest, purpose)
     running: Running | None = None
-    with interrupts_told(group):
-        try:
-            running = propose()
-            record = running.record()
-        except Exception as error:
-            record = error_record(error)
-        mine = {"nonce": uuid.uuid4().hex, "identity": vars(identity()), "record": record}
-        envelopes = gather_records(mine, group, place)
-    # A rank that makes something else, such as a DiLoCo, has no envelope around its record.
-    records = [_record(envelope.get("record", envelope)) for envelope in envelopes]
-    raise_first_error(records, group)
+
+    def propose_here() -> Record:
+        nonlocal running
+        running = propose()
+        own = {"nonce": uuid.uuid4().hex, "identity": vars(identity())}  # by rank
+        return {**running.record(), **own}
+
+    records = on_all_ranks(propose_here, group, device)
+    nonce, *_ = [str(record.pop("nonce", None)) for record in records]
+    identities = [record.pop("identity", None) for record in records]
     raise_first_mismatch(records, group)
-    assert running is not None  # otherwise raise_first_error() has raised this rank's error
-    names = world_ranks(group)
-    identities = received_identities([envelope.get("identity") for envelope in envelopes], names)
-    asked = running.config.nodes
-    running.nodes = resolve(asked, names, identities)
+    assert running is not None  # otherwise on_all_ranks() has raised this rank's error
+    names, asked = running.world_ranks, running.config.nodes
+    running.nodes = resolve(asked, names, received_identities(identities, names))
     running.exchange = choose_exchange(asked, running.nodes, on_host=running.transport.on_host)
 
     built: Started | None = None
     interrupted: KeyboardInterrupt | None = None
+    outcome: Record = {}
     try:
-        built = build(running, str(envelopes[0].get("nonce")))
-        outcome: Record = {}
+        running.start(group, nonce)
+        built = build(running)
     except Exception as error:
         outcome = error_record(error)
     except KeyboardInterrupt as error:
@@ -119,7 +117,7 @@ def start(
         with interrupts_told(group):
             # A rank that could not connect must still tell the others.
             meet(group, longest, "connect")
-            raise_first_error(gather_records(outcome, group, place), group)
+            raise_first_error(gather_records(outcome, group, device), group)
     except BaseException:
         built = running = None  # otherwise the traceback would keep the connections alive
         if interrupted is not None:
@@ -127,7 +125,3 @@ def start(
         raise
     assert built is not None
     return built
-
-
-def _record(received: object) -> Record:
-    return received if isinstance(received, dict) else {}

@@ -199,25 +199,6 @@ def was_skipped(optimizer: Optimizer) -> bool | None:
     return bool(found_inf.item()) if found_inf.device.type == "cpu" else None
 
 
-class PassCounter:
-    """Counts synced backward passes between the steps of each optimizer.
-
-    Args:
-        passes: returns how many there were so far.
-    """
-
-    def __init__(self, passes: Callable[[], int]) -> None:
-        self._passes = passes
-        self._last = passes()  # at the last step of any optimizer
-        self._at_step: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-
-    def take(self, optimizer: Optimizer) -> int:
-        """Passes since the last step of `optimizer`; of a new one, since that of any other."""
-        before = self._at_step.get(optimizer, self._last)
-        self._at_step[optimizer] = self._last = self._passes()
-        return self._last - before
-
-
 @cache
 def _register() -> None:
     # Never removed: torch iterates over its registry, which must not change during a call.

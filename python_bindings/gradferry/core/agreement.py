@@ -97,15 +97,17 @@ def gather_records(record: Record, group: dist.ProcessGroup, device: torch.devic
     Args:
         record: JSON-serializable.
         group: the process group of DDP. Every one of its ranks must call.
-        device: one that the group has a backend for.
+        device: of the gradients, see `rendezvous_place`.
 
     Raises:
+        ConfigError: the group has no backend for such a device.
         ProtocolError: a rank sent something else than a record.
         RankMismatchError: ranks have different versions of gradferry.
         PeerError: a collective failed, for example because a rank did not call or has ended.
     """
+    place = rendezvous_place(group, device)
     with losing_names_ranks(group):
-        records = _gather_records({_VERSION: GRADFERRY_VERSION, **record}, group, device)
+        records = _gather_records({_VERSION: GRADFERRY_VERSION, **record}, group, place)
     raise_first_mismatch([{_VERSION: r.pop(_VERSION, GRADFERRY_VERSION)} for r in records], group)
     return records
 
@@ -187,17 +189,18 @@ def _parse(data: bytes, rank: int) -> Record:
 def most_of_ranks(
     values: Sequence[float],
     group: dist.ProcessGroup | None = None,
-    place: torch.device | None = None,
+    device: torch.device | None = None,
 ) -> list[float]:
     """The elementwise maximum over all ranks, for times those of the slowest rank. Collective.
 
     Args:
         values: the same number of values on every rank.
         group: None: the default group.
-        place: a device that the group has a backend for; None: the CPU.
+        device: as for `gather_records`; None: the CPU.
     """
     group = group or dist.distributed_c10d._get_default_group()
-    tensor = torch.tensor(values, dtype=torch.float64, device=place or "cpu")
+    place = rendezvous_place(group, device or torch.device("cpu"))
+    tensor = torch.tensor(values, dtype=torch.float64, device=place)
     with losing_names_ranks(group):
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
     result: list[float] = tensor.tolist()
@@ -221,8 +224,10 @@ def interrupts_told(group: dist.ProcessGroup) -> Iterator[None]:
 def on_all_ranks(
     act: Callable[[], Record | None],
     group: dist.ProcessGroup,
-    place: torch.device,
+    device: torch.device,
     where: str | None = None,
+    *,
+    alike: bool = False,
 ) -> list[Record]:
     """What `act` returned on every rank, {} for None. The error of one is raised on all, so that
     none goes on alone. Collective.
@@ -230,8 +235,9 @@ def on_all_ranks(
     Args:
         act: returns a record, or nothing.
         group: of the ranks.
-        place: a device that the group has a backend for.
+        device: as for `gather_records`.
         where: begins the text of an error.
+        alike: also raises RankMismatchError if records differ.
     """
     with interrupts_told(group):
         try:
@@ -240,19 +246,21 @@ def on_all_ranks(
             record = error_record(error)
             if where is not None:
                 record["message"] = f"{where}: {record['message']}"
-        records = gather_records(record, group, place)
+        records = gather_records(record, group, device)
     raise_first_error(records, group)
+    if alike:
+        raise_first_mismatch(records, group)
     return records
 
 
 def next_on_all_ranks(
-    values: Iterator[torch.Tensor], group: dist.ProcessGroup, place: torch.device
+    values: Iterator[torch.Tensor], group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor | None:
     """The next value, None after the last; an error of one rank's iterator is raised on all.
     Collective, arguments as for `on_all_ranks`.
     """
     found: list[torch.Tensor] = []
-    on_all_ranks(lambda: found.extend(itertools.islice(values, 1)), group, place)
+    on_all_ranks(lambda: found.extend(itertools.islice(values, 1)), group, device)
     return found[0] if found else None
 
 

@@ -22,17 +22,10 @@ import torch
 import torch.distributed as dist
 
 from gradferry import _build_info, _native
-from gradferry.core.agreement import (
-    Record,
-    error_record,
-    gather_records,
-    no_backend,
-    raise_first_error,
-    rendezvous_place,
-)
+from gradferry.core.agreement import no_backend, on_all_ranks
 from gradferry.core.config import Config
 from gradferry.core.rendezvous import is_known
-from gradferry.errors import ConfigError, GradferryError
+from gradferry.errors import ConfigError
 
 # For tests: a world of one exchanges with itself, so that a single device runs the whole path.
 EXCHANGE_WHEN_ALONE = False
@@ -206,17 +199,15 @@ def agreed_transport(device: torch.device, group: dist.ProcessGroup) -> Transpor
     Raises:
         ConfigError: of the lowest rank that has none, or whose group has no backend for its device.
     """
-    record: Record = {}
-    try:
+
+    def check() -> None:
         if device.type != CPU.type:
             load_kernels(device.type)
             expect_runnable(device)
-        transport = transport_of(device, group)
-        expect_no_blocking(transport)
-    except GradferryError as error:
-        record = error_record(error)
-    raise_first_error(gather_records(record, group, rendezvous_place(group, device)), group)
-    return transport
+        expect_no_blocking(transport_of(device, group))
+
+    on_all_ranks(check, group, device)
+    return transport_of(device, group)
 
 
 Version = tuple[int, int]

@@ -222,15 +222,15 @@ def resolve(
     return Nodes(members, _note(unread, "not checked", global_ranks))
 
 
-def found_nodes(group: dist.ProcessGroup, place: torch.device) -> Nodes:
+def found_nodes(group: dist.ProcessGroup, device: torch.device) -> Nodes:
     """The nodes of a group's ranks, as AUTO finds them. Collective.
 
     Args:
         group: of the ranks.
-        place: where they meet.
+        device: of the gradients.
     """
     names = world_ranks(group)
-    identities = received_identities(gather_records(vars(identity()), group, place), names)
+    identities = received_identities(gather_records(vars(identity()), group, device), names)
     return resolve(AUTO, names, identities)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from gradferry import _native
 from gradferry.averaging.running import Running
-from gradferry.core.agreement import most_of_ranks, rendezvous_place
+from gradferry.core.agreement import most_of_ranks
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.core.config import COARSE_BITS, EXACT, FIRST_OF_AUTO, Config
 from gradferry.core.nodes import FLAT, TWO_LEVEL, Exchange, exchanges_to_choose_from
@@ -298,9 +298,7 @@ class Chooser:
 
     def _slowest(self, values: Sequence[float]) -> list[float]:
         """By place the greatest of what all ranks pass. Collective."""
-        group = self._running.group
-        place = rendezvous_place(group, self._running.transport.device)
-        return most_of_ranks(values, group, place)
+        return most_of_ranks(values, self._running.group, self._running.transport.device)
 
     def _current(self, every: list[Candidate]) -> Candidate:
         """The candidate that runs now. Passing through is the same in every exchange."""

@@ -7,7 +7,6 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.distributed.algorithms.join import JoinHook as TorchJoinHook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,7 +14,6 @@ from gradferry import _native
 from gradferry.averaging.momentum import MomentumHandover
 from gradferry.averaging.running import Running, propose
 from gradferry.averaging.start import start
-from gradferry.core.agreement import rendezvous_place
 from gradferry.core.config import make_config
 from gradferry.core.options import Options
 from gradferry.core.warn import warn
@@ -104,7 +102,6 @@ def bind(
             changed: all ranks can try again.
     """
     model = Model(ddp)
-    place = rendezvous_place(model.group, model.device)
 
     def propose_here() -> Running:
         if is_bound:
@@ -115,8 +112,8 @@ def bind(
         model.check(config)
         return propose(config, model.group, model.device, model.named, model.record, _RECOVERY_HINT)
 
-    def build(running: Running, nonce: str) -> Binding:
-        return _build(running, model, nonce, place, native=native)
+    def build(running: Running) -> Binding:
+        return _build(running, model, native=native)
 
     binding = start(model.group, model.device, propose_here, build, purpose="come to attach")
     running = binding.running
@@ -127,12 +124,9 @@ def bind(
     return binding
 
 
-def _build(
-    running: Running, model: Model, nonce: str, place: torch.device, *, native: bool
-) -> Binding:
-    """Starts the engine and the hook after all ranks have agreed."""
+def _build(running: Running, model: Model, *, native: bool) -> Binding:
+    """Makes the hook after all ranks have agreed."""
     config = running.config
-    running.start(model.group, nonce)
     hook = _native.BucketHook(
         engine=running.engine, parameters=running.tensors(), group_name=running.group_name
     )
@@ -142,7 +136,7 @@ def _build(
         chooser.start(hook)
     handover = None
     if config.momentum and config.warmup_steps and running.engine and running.world_size > 1:
-        handover = MomentumHandover(running, place)
+        handover = MomentumHandover(running)
         handover.start(hook)
     watch = ModelWatch(model, running, hook, native=native)
     return Binding(running, hook, chooser, model.reference, handover, watch)

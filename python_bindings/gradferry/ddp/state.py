@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import Unpack
 
 from gradferry.averaging import save_load
@@ -17,21 +15,13 @@ from gradferry.averaging.description import as_asked, describe
 from gradferry.averaging.handle import Averaging
 from gradferry.averaging.momentum import DeliveredMomentum
 from gradferry.averaging.running import Running
-from gradferry.averaging.silent_hook import watch_hook
-from gradferry.core.agreement import (
-    Record,
-    error_record,
-    gather_records,
-    raise_first_error,
-    raise_first_mismatch,
-    rendezvous_place,
-)
+from gradferry.core.agreement import Record, on_all_ranks
 from gradferry.core.config import make_config
 from gradferry.core.options import Options, takes_options
 from gradferry.core.warn import warn
 from gradferry.ddp.auto import Choice, Chooser
 from gradferry.ddp.binding import Binding, bind
-from gradferry.errors import ConfigError, GradferryError, StateError
+from gradferry.errors import ConfigError, StateError
 from gradferry.residuals.saved_state import SavedState, withheld_in
 
 _HOW_TO_BIND = (
@@ -67,7 +57,6 @@ class HookState(Averaging):
         self._ask(codec, options)
         if ddp is None:
             make_config(codec, options)
-            self._expect_binding()
         else:
             self.bind(ddp)
 
@@ -83,24 +72,6 @@ class HookState(Averaging):
         # Nothing is checked here: with a model, all ranks must learn of a wrong option.
         self._codec, self._options = codec, options
         self._binding: Binding | None = None
-        self._unused: RemovableHandle | None = None  # ends the watch for use, until bound
-
-    def _expect_binding(self) -> None:
-        """Watches ranks that train together without this state. A trainer may take a state and hook
-        and register them nowhere, without a word: Lightning does, on the CPU. What it trains may be
-        another model, so this is no error.
-        """
-        text = f"compressed: {self!r} compresses nothing, no model uses it: {_HOW_TO_BIND}"
-        self._unused = watch_hook(
-            self,
-            passes=lambda: 0,
-            trains=lambda _: dist.is_initialized() and dist.get_world_size() > 1,
-            explain=lambda: text,
-        )
-
-    def _end_watch_for_use(self) -> None:
-        if self._unused is not None:
-            self._unused.remove()
 
     def bind(self, ddp: DistributedDataParallel) -> None:
         """Agrees with all ranks of the model's process group and starts the engine. Collective.
@@ -117,12 +88,9 @@ class HookState(Averaging):
     def _bind(self, ddp: DistributedDataParallel, *, native: bool) -> None:
         is_bound = self._binding is not None
         self._binding = bind(ddp, self._codec, self._options, native=native, is_bound=is_bound)
-        self._end_watch_for_use()
         running = self._binding.running
         watch_optimizer(running)
-        if running.engine is not None:
-            exchanges = running.transport.exchanges
-            warn_about_rules(running.config, running.parameters, exchanges=exchanges)
+        warn_about_rules([(running, "rules")])
 
     def _bound(self) -> Binding:
         if self._binding is None:
@@ -306,23 +274,19 @@ def _load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
 def _restore_choice(
     bound: Binding, chooser: Chooser, saved: Mapping[str, Any], on_resize: str
 ) -> None:
-    record: Record
-    try:
-        save_load.check(bound.running, saved, on_resize)
+    running, choice = bound.running, Choice()
+
+    def check() -> Record:
+        nonlocal choice
+        save_load.check(running, saved, on_resize)
         # Where nothing chose, the measurement begins after loading.
-        chose = "choice" in saved or (saved["world_size"] > 1 and withheld_in(saved))
-        choice = Choice.restored(saved.get("choice")) if chose else Choice()
-        record = {"choice": choice.saved(), "steps": saved["steps"]}
-    except GradferryError as error:
-        record = error_record(error)
-    group, place = bound.running.group, bound.running.transport.device
-    records = gather_records(record, group, rendezvous_place(group, place))
-    raise_first_error(records, group)
-    raise_first_mismatch(records, group)
+        if "choice" in saved or (saved["world_size"] > 1 and withheld_in(saved)):
+            choice = Choice.restored(saved.get("choice"))
+        return {"choice": choice.saved(), "steps": saved["steps"]}
+
+    on_all_ranks(check, running.group, running.transport.device, alike=True)
     chooser.restore(bound.hook, choice, int(saved["steps"]))
 
 
 def _unbound(codec: str, options: Options) -> HookState:
-    state = HookState(codec, **options)
-    state._end_watch_for_use()  # what copied it was warned; the copy may never be meant for use
-    return state
+    return HookState(codec, **options)

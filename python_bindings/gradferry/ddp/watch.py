@@ -56,21 +56,17 @@ class ModelWatch:
         # By id of a parameter, where autograd accumulates its gradient: DDP waits for it there.
         self._nodes = {id(each): _node_of(each) for _, each in model.named}
         self._strangers: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
-        self._passes = 0
         self._unsynced_after = -1  # so many synced passes there was the last under no_sync()
-        # Passes of other models when the last one of this model was counted.
-        self._others: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
 
     def start(self) -> None:
         """Begins, once the model has its hook."""
         ddp = self._model()
         assert ddp is not None  # the caller has it
-        self.passes()
         _watches[ddp] = self
         self.compare_later()
         watch_hook(
             ddp,
-            passes=self.passes,
+            passes=self._hook.finished_steps,
             trains=self.trains,
             explain=self.explain,
             is_local=self.is_local,
@@ -135,54 +131,30 @@ class ModelWatch:
         """Names and parameters that the model trains now, as far as this hook answers for them.
 
         Another DistributedDataParallel around the same parameters, such as the one that replaced
-        this one, answers for those that it reduces: while its hook was called after this one, or
-        its steps are meant to be local.
+        this one, answers for those that it reduces.
         """
         ddp = self._model()
         if ddp is None:
             return
-        elsewhere = [
-            watch
-            for other, watch in list(_watches.items())
-            if other is not ddp
-            and (watch.passes() > self._others.get(other, 0) or watch.is_local())
-        ]
+        others = [watch for other, watch in list(_watches.items()) if other is not ddp]
         for name, parameter in trained_parameters(ddp, self._apart):
-            if not any(id(parameter) in watch._nodes for watch in elsewhere):
+            if not any(id(parameter) in watch._nodes for watch in others):
                 yield name, parameter
 
-    def passes(self) -> int:
-        """Synced passes so far in which the hook was called."""
-        passes = self._hook.finished_steps()
-        if passes != self._passes:
-            self._passes = passes
-            others = list(_watches.items())
-            self._others.update({ddp: watch._hook.finished_steps() for ddp, watch in others})
-        return passes
-
     def is_local(self) -> bool:
-        """Whether the last pass was under ``no_sync()``."""
+        """Whether a pass was under ``no_sync()`` since the last synced one."""
         ddp = self._model()
         inside = ddp is not None and is_under_no_sync(ddp)
         return inside or self._unsynced_after == self._hook.finished_steps()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Replaces the method of this name of the model, and notes when a pass that trains it was
-        under it: not an evaluation, or a pass through frozen parameters.
-        """
+        """Replaces the method of this name of the model, and notes that passes were under it."""
         ddp = self._model()
         assert ddp is not None  # its attribute is being called
-        trained = False
-
-        def note(module: torch.nn.Module, _: object) -> None:
-            nonlocal trained
-            trained |= torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-
-        with type(ddp).no_sync(ddp), ddp.register_forward_pre_hook(note):
+        with type(ddp).no_sync(ddp):
             yield
-        if trained:
-            self._unsynced_after = self._hook.finished_steps()
+        self._unsynced_after = self._hook.finished_steps()
 
     def inspect(self, optimizer: Optimizer, may_take_long: bool) -> str | None:
         """Warns of an optimizer that trains what DDP does not reduce.

@@ -11,13 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from gradferry import _native
-from gradferry.averaging.advice import (
-    warn_about_unmatched,
-    warn_if_nothing_is_compressed,
-    watch_optimizer,
-)
+from gradferry.averaging.advice import warn_about_rules, watch_optimizer
 from gradferry.averaging.running import Running, propose
-from gradferry.core.agreement import Record
+from gradferry.averaging.start import start
+from gradferry.core.agreement import Record, on_all_ranks
 from gradferry.core.config import Config
 from gradferry.core.names import first_of
 from gradferry.core.options import SHARDED_DEFAULTS, ShardedOptions, takes_options
@@ -40,13 +37,7 @@ from gradferry.fsdp.model import (
     sharded_modules,
     unsharded_parameters,
 )
-from gradferry.fsdp.rendezvous import (
-    agree,
-    any_gives,
-    known_to_all,
-    replicas_of,
-    start_on_all,
-)
+from gradferry.fsdp.rendezvous import any_gives, known_to_all, replicas_of
 from gradferry.fsdp.state import ALL_GATHER, REDUCE_SCATTER, REPLICAS, Attached, ShardedState
 from gradferry.fsdp.watch import Guard, watch
 
@@ -155,16 +146,19 @@ def _begin(
     group = replicas_of(replicate_group, shard_group, modules) if averages else None
 
     def begin_within() -> Choice:
-        def choose_here() -> Choice:
-            _check_modules(modules)
-            return choose(codec, options, modules, averages=averages)
+        chosen: list[Choice] = []
 
-        choice = agree(choose_here, shard_group, modules)
-        if choice.reduce_scatter is not None:
-            attached.append(_reduce_scatter(choice.reduce_scatter, shard_group, modules))
-        if choice.all_gather is not None:
-            attached.append(_all_gather(choice.all_gather, shard_group, modules))
-        return choice
+        def choose_here() -> Record:
+            _check_modules(modules)
+            chosen.append(choose(codec, options, modules, averages=averages))
+            return chosen[0].record()
+
+        on_all_ranks(choose_here, shard_group, modules[0].device, alike=True)
+        if chosen[0].reduce_scatter is not None:
+            attached.append(_reduce_scatter(chosen[0].reduce_scatter, shard_group, modules))
+        if chosen[0].all_gather is not None:
+            attached.append(_all_gather(chosen[0].all_gather, shard_group, modules))
+        return chosen[0]
 
     if group is None:
         begin_within()
@@ -212,7 +206,7 @@ def _averages(
         owned = [(shard, None) for shard in shards]
         return _propose(config, group, modules, {"shard": part, **record}, owned)
 
-    running = known_to_all(shard_group, modules, lambda: start_on_all(group, modules, propose_here))
+    running = known_to_all(shard_group, modules, lambda: _start(group, modules, propose_here))
     hooks = _gradient_hooks(ReplicaHook, running, modules)
     return Attached(REPLICAS, running, hooks, part)
 
@@ -233,7 +227,7 @@ def _reduce_scatter(
             _expect_free(module, "a reduce-scatter", module.reduce_scatter)
         return _propose(config, group, modules, {}, owned, "reduce_scatter")
 
-    running = start_on_all(group, modules, propose_here)
+    running = _start(group, modules, propose_here)
     hooks = _gradient_hooks(ReduceScatterHook, running, modules)
     part = f"group_of_rank_{min(world_ranks(group))}"
     return Attached(REDUCE_SCATTER, running, hooks, part)
@@ -250,7 +244,7 @@ def _all_gather(
             _expect_free(module, "an all-gather", module.all_gather)
         return _propose(config, group, modules, {}, owned, "all_gather")
 
-    running = start_on_all(group, modules, propose_here)
+    running = _start(group, modules, propose_here)
     calls = _calls_of(running)
     gathers = Gathers(running)
     hooks, first = [], 0
@@ -258,6 +252,13 @@ def _all_gather(
         hooks.append(GatherHook(running, module, number, calls, gathers, first))
         first += len(module.gathered) * running.world_size
     return Attached(ALL_GATHER, running, hooks, None, gathers)
+
+
+def _start(
+    group: dist.ProcessGroup, modules: Sequence[ShardedModule], propose_here: Callable[[], Running]
+) -> Running:
+    device = modules[0].device
+    return start(group, device, propose_here, lambda running: running, purpose="come to attach")
 
 
 def _propose(
@@ -339,15 +340,7 @@ def _finish(
             f"FSDP2 does not reduce the gradients of {first_of(apart)}: they will differ from "
             "rank to rank; call fully_shard on the whole model, too, and then attach"
         )
-    sent = []
-    for each in attached:
-        running = each.running
-        if running.engine is None:
-            continue
-        warn_about_unmatched(running.config, running.parameters, each.rules_option)
-        if running.transport.exchanges:
-            sent.append((running.config, running.parameters, each.rules_option))
-    warn_if_nothing_is_compressed(sent)
+    warn_about_rules([(each.running, each.rules_option) for each in attached])
 
 
 def _check_modules(modules: Sequence[ShardedModule]) -> None:

@@ -9,20 +9,16 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradferry.averaging.running import Running
-from gradferry.averaging.start import start, usable_group
+from gradferry.averaging.start import usable_group
 from gradferry.core.agreement import (
     Record,
     error_record,
     gather_records,
-    interrupts_told,
     raise_first_error,
-    raise_first_mismatch,
     rendezvous_place,
 )
 from gradferry.core.rendezvous import is_known, meet, patience, say_failed, world_ranks
 from gradferry.errors import ConfigError, EchoError, GradferryError, PeerError
-from gradferry.fsdp.choice import Choice
 from gradferry.fsdp.model import ShardedModule
 
 Result = TypeVar("Result")
@@ -32,42 +28,12 @@ def any_gives(
     given: bool, shard_group: dist.ProcessGroup, modules: Sequence[ShardedModule]
 ) -> bool:
     """Whether any rank of the shard group has given its replicas. Collective."""
-    place = rendezvous_place(shard_group, modules[0].device)
-    meet(shard_group, patience(shard_group, place), "come to attach")
-    records = gather_records({"replicate_group": given}, shard_group, place)
+    device = modules[0].device
+    meet(
+        shard_group, patience(shard_group, rendezvous_place(shard_group, device)), "come to attach"
+    )
+    records = gather_records({"replicate_group": given}, shard_group, device)
     return any(record.get("replicate_group") for record in records)
-
-
-def agree(
-    choose_here: Callable[[], Choice],
-    shard_group: dist.ProcessGroup,
-    modules: Sequence[ShardedModule],
-) -> Choice:
-    """What `choose_here` returns, if it chooses the same on all ranks of the shard group. Its error
-    on one is raised on all. Collective.
-    """
-    place = rendezvous_place(shard_group, modules[0].device)
-    chosen: list[Choice] = []
-    with interrupts_told(shard_group):
-        try:
-            chosen.append(choose_here())
-            record = chosen[0].record()
-        except Exception as error:
-            record = error_record(error)
-        records = gather_records(record, shard_group, place)
-    raise_first_error(records, shard_group)
-    raise_first_mismatch(records, shard_group)
-    return chosen[0]
-
-
-def start_on_all(
-    group: dist.ProcessGroup, modules: Sequence[ShardedModule], propose_here: Callable[[], Running]
-) -> Running:
-    def build(running: Running, nonce: str) -> Running:
-        running.start(group, nonce)
-        return running
-
-    return start(group, modules[0].device, propose_here, build, purpose="come to attach")
 
 
 def known_to_all(
@@ -99,10 +65,10 @@ def _records(
     beside: dist.ProcessGroup | None = None,
 ) -> list[Record]:
     """The errors of a group's ranks. Collective. `purpose` and `beside` as for `meet`."""
-    place = rendezvous_place(group, modules[0].device)
+    device = modules[0].device
     try:
-        meet(group, patience(group, place), purpose, beside)
-        return gather_records({} if own is None else error_record(own), group, place)
+        meet(group, patience(group, rendezvous_place(group, device)), purpose, beside)
+        return gather_records({} if own is None else error_record(own), group, device)
     except PeerError as error:
         if own is None:
             raise

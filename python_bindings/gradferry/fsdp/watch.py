@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gradferry.averaging.silent_hook import has_gradients_of, watch_hook
-from gradferry.core.agreement import Record, on_all_ranks, raise_first_mismatch, rendezvous_place
+from gradferry.core.agreement import Record, on_all_ranks, rendezvous_place
 from gradferry.core.names import first_of
 from gradferry.core.rendezvous import meet, timeout_of
 from gradferry.errors import GradferryError, StateError
@@ -155,11 +155,11 @@ class Guard:
                     )
             return {key: value for each in self.modules for key, value in each.settled().items()}
 
-        group = self.modules[0].shard_group
-        place = rendezvous_place(group, self.modules[0].device)
+        group, device = self.modules[0].shard_group, self.modules[0].device
+        longest = 0.9 * timeout_of(group, rendezvous_place(group, device))
         try:
-            meet(group, 0.9 * timeout_of(group, place), "begin this forward pass as others do")
-            raise_first_mismatch(on_all_ranks(settled_here, group, place), group)
+            meet(group, longest, "begin this forward pass as others do")
+            on_all_ranks(settled_here, group, device, alike=True)
         except GradferryError as error:
             for each in self.attached:
                 if each.running.engine is not None:
