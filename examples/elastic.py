@@ -31,11 +31,10 @@ BATCH = 48  # examples per step of all ranks together; 2, 3 and 4 divide it
 def withheld(saved: dict) -> float:
     """The sum of what averages still miss: the mean of nodes' worker residuals, plus the owners'.
 
-    `saved`: of all ranks, by checkpoint.merge(). Ranks of a node share its worker residual; where
-    it says nothing of nodes, every rank is one.
+    `saved`: of all ranks, by checkpoint.merge(). Ranks of a node share its worker residual.
     """
     slots = [part for name, part in saved.items() if name.startswith("slot_")]
-    nodes = len(json.loads(saved["nodes"])) if "nodes" in saved else len(slots)
+    nodes = len(json.loads(saved["nodes"]))
     workers = sum(slot["worker"].double().sum().item() for slot in slots)
     return workers / nodes + sum(slot["owner"].double().sum().item() for slot in slots)
 

@@ -89,7 +89,7 @@ def _gpus() -> dict[str, str]:
     rows = {}
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
-        runs = "no kernels in this build"
+        runs = "not known" if _build_info.CUDA_COMPILER else "no kernels in this build"
         if build is not None:
             held = "machine code" if build.has_machine_code(capability) else "translated PTX"
             runs = why_not(build, driver, capability, "it") or f"runs {held}"

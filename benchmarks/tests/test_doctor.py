@@ -173,7 +173,7 @@ def case_behind() -> str:
 
     # A trial asks after two counted steps, and after all.
     times = itertools.chain([0.125] * (HOPELESS_STEPS + COUNTED_STEPS), itertools.repeat(0.375))
-    with mock.patch.object(diagnosis_module, "clock_of", return_value=Clock()):
+    with mock.patch.object(diagnosis_module, "Clock", return_value=Clock()):
         return examine(ddp, make_step, ["torch:fp32", "q4"], lambda text: None).verdict
 
 

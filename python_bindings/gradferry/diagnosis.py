@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ from gradferry.ddp.trial import (
     Clock,
     Outcome,
     Trial,
-    clock_of,
     computing_on,
     most_precise,
 )
@@ -61,6 +61,7 @@ _BEHIND = 2.0
 _OUTER_CODEC = "q4"  # DiLoCo's default
 
 Progress = Callable[[str], None]
+_seconds = attrgetter("seconds")
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,9 @@ def doctor(
         )
     wanted = require_hooks(DEFAULT_HOOKS if hooks is None else hooks)
     shows = show and ddp.process_group.rank() == 0
-    emit: Progress = (lambda text: print(f"doctor: {text}", flush=True)) if shows else _nothing
+    emit: Progress = (
+        (lambda text: print(f"doctor: {text}", flush=True)) if shows else lambda _: None
+    )
     batch = batch_fn()
 
     def make_step(model: nn.Module) -> Callable[[], None]:
@@ -288,7 +291,7 @@ class _Examination:
         self._make_step = make_step
         self._emit = emit
         self._group = ddp.process_group
-        self._clock: Clock = clock_of(place)
+        self._clock = Clock(place)
         self._place = place
         nodes = found_nodes(self._group, place)
         self._on_one_host = len(nodes.members) == 1
@@ -323,7 +326,7 @@ class _Examination:
                 wire_bytes=int(self._slowest([sent[outcome.candidate]])[0]),
                 is_advised=outcome.candidate.bits >= COARSE_BITS,
             )
-            for outcome in sorted(trial.outcomes, key=lambda outcome: outcome.seconds)
+            for outcome in sorted(trial.outcomes, key=_seconds)
         )
         verdict = advise(trial.outcomes, silent_s, self._options)
         fastest = min(trial.outcomes, key=_seconds)
@@ -482,14 +485,6 @@ def suits_diloco(ddp: DistributedDataParallel) -> bool:
 def plain_of(outcomes: Sequence[Outcome]) -> Outcome:
     """The outcome of `PLAIN`."""
     return next(each for each in outcomes if each.candidate.hook == PLAIN)
-
-
-def _seconds(outcome: Outcome) -> float:
-    return outcome.seconds
-
-
-def _nothing(text: str) -> None:
-    pass
 
 
 def _place(ddp: DistributedDataParallel) -> torch.device:

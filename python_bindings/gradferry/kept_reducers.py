@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,17 +24,12 @@ class _KeptReducer(Reducer):
         "What is kept for this name is finished, on all ranks. To go on, call "
         "gradferry.forget(name) on every rank."
     )
-
-
-@dataclass(frozen=True)
-class _Kept:
-    reducer: Reducer
-    codec: str
+    asked = ""  # for the codec, as the first call did
 
 
 # By group and name of the tensor. Weak: a gloo group that outlives destroy_process_group() ends the
 # process with an abort.
-_kept: MutableMapping[dist.ProcessGroup, dict[str, _Kept]] = weakref.WeakKeyDictionary()
+_kept: MutableMapping[dist.ProcessGroup, dict[str, _KeptReducer]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -76,17 +70,17 @@ def all_reduce(
     if kept is None:
         # For this tensor, however small it is; a codec for whole models is none for rules.
         rules = None if codec in (OFF, "auto") else [{"codec": codec}]
-        reducer = _KeptReducer([(name, tensor)], codec, members, rules=rules)
-        calls_of(reducer).keep_no_tensors()
-        kept = _Kept(reducer, codec)
+        kept = _KeptReducer([(name, tensor)], codec, members, rules=rules)
+        kept.asked = codec
+        calls_of(kept).keep_no_tensors()
         with _lock:
             _kept.setdefault(members, {})[name] = kept
-    elif codec != kept.codec:
-        calls_of(kept.reducer).fail(
-            f"{name!r} was averaged with codec {kept.codec!r} before and now with {codec!r}: call "
+    elif codec != kept.asked:
+        calls_of(kept).fail(
+            f"{name!r} was averaged with codec {kept.asked!r} before and now with {codec!r}: call "
             f"gradferry.forget({name!r}) on every rank first, or take another name"
         )
-    return kept.reducer.all_reduce([tensor], async_op)
+    return kept.all_reduce([tensor], async_op)
 
 
 def forget(name: str, group: dist.ProcessGroup | None = None) -> None:
@@ -109,12 +103,12 @@ def forget(name: str, group: dist.ProcessGroup | None = None) -> None:
         raise StateError(
             f"nothing is kept for {name!r}; there is something for {names or 'no name'}"
         )
-    calls_of(kept.reducer).expect_waited_for("forget it")
+    calls_of(kept).expect_waited_for("forget it")
     with _lock:
         _kept[members].pop(name, None)
 
 
-def _find(name: str, group: dist.ProcessGroup) -> _Kept | None:
+def _find(name: str, group: dist.ProcessGroup) -> _KeptReducer | None:
     """What is kept, once that of groups that were destroyed is gone."""
     if not isinstance(name, str):
         raise ConfigError(f"name={name!r} must be a string, equal on all ranks")

@@ -12,9 +12,9 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from gradferry.averaging.advice import OVERLAPPED_ZERO
-from gradferry.averaging.handle import Averaging, delivered_momentum
-from gradferry.averaging.momentum import end_momentum_mode
-from gradferry.ddp.state import HookState, KeptMomentum, momentum_of
+from gradferry.averaging.handle import Averaging
+from gradferry.averaging.momentum import DeliveredMomentum, end_momentum_mode
+from gradferry.ddp.state import HookState, bound_to
 from gradferry.errors import ConfigError, StateError
 
 __all__ = ["OneBitAdam", "momentum_mode"]
@@ -87,7 +87,12 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
             parameters in groups that were added.
         StateError: the state is not bound.
     """
-    hook = delivered_momentum(state)
+    if not isinstance(state, Averaging):
+        raise ConfigError(
+            f"the state is {state!r}, which is none of gradferry's: give what gradferry.attach(), "
+            "gradferry.fsdp.attach() or gradferry.Reducer() returns"
+        )
+    hook = DeliveredMomentum(state._running)
     stepping = _that_steps(optimizer)
     if not hook.config.momentum:
         if _end_momentum_mode(optimizer):
@@ -248,7 +253,7 @@ class OneBitAdam(torch.optim.Optimizer):
     """
 
     takes_momentum = True  # gradferry.averaging.advice reads it
-    _kept: KeptMomentum | None = None  # of the hook; torch copies and pickles numbers alone
+    _kept: DeliveredMomentum | None = None  # of the hook; torch copies and pickles numbers alone
 
     def __init__(
         self,
@@ -262,7 +267,8 @@ class OneBitAdam(torch.optim.Optimizer):
         state: HookState,
         variance_floor: float = 0.01,
     ) -> None:
-        self._kept = momentum_of(state)
+        bound = bound_to(state)
+        self._kept = DeliveredMomentum(bound.running, bound.handover)
         warmup_steps = self._hook.config.warmup_steps
         self._freeze_step = freeze_step
         self._last_step: int | None = None  # of the hook
@@ -285,7 +291,7 @@ class OneBitAdam(torch.optim.Optimizer):
         )
 
     @property
-    def _hook(self) -> KeptMomentum:
+    def _hook(self) -> DeliveredMomentum:
         if self._kept is None:
             raise StateError(
                 "a copied or pickled OneBitAdam has no hook, and its parameters are copies: attach "

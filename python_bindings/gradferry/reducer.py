@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing_extensions import Unpack
 from gradferry import _native
 from gradferry.averaging import save_load
 from gradferry.averaging.advice import warn_about_rules, watch_optimizer
-from gradferry.averaging.description import as_asked, describe
+from gradferry.averaging.description import describe
 from gradferry.averaging.handle import Averaging
 from gradferry.averaging.running import Running, propose
 from gradferry.averaging.start import start, usable_group
@@ -31,7 +30,7 @@ from gradferry.averaging.tensor_calls import (
     expect_plain,
     short,
 )
-from gradferry.core.config import CHUNK_BYTES, Config, make_config
+from gradferry.core.config import CHUNK_BYTES, Config, make_config, mebibytes
 from gradferry.core.device import CPU
 from gradferry.core.options import Options, takes_options
 from gradferry.errors import ConfigError, StateError
@@ -234,9 +233,6 @@ class Reducer(Averaging):
     def _passed_steps(self) -> int:
         return self._calls.count
 
-    def _choice(self) -> dict[str, Any]:
-        return as_asked(self._started)
-
     def stats(self) -> Stats:
         """The numbers of `HookState.stats`, and ``packing_bytes``: memory of buckets into which
         tensors are copied.
@@ -291,7 +287,7 @@ def _checked_names(
                 "model.named_parameters(), or [('name', tensor), ...]"
             )
         if name in named:
-            raise ConfigError(f"two tensors are called {name!r}; what is withheld is kept by name")
+            raise ConfigError(f"two tensors are called {name!r}; residuals are kept by name")
         if is_lazy(tensor):
             raise ConfigError(f"{name!r} has no shape yet: pass a batch through its lazy module")
         if tensor.layout != torch.strided or tensor.is_nested:
@@ -327,12 +323,7 @@ def check_config(config: Config, named: Sequence[tuple[str, torch.Tensor]]) -> N
 
 def bucket_cap(value: float) -> float:
     """An option `bucket_cap_mb`. Raises ConfigError."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not 0 < value < 2**24:
-        raise ConfigError(
-            f"bucket_cap_mb={value!r} must be a number of MiB, more than 0, such as {BUCKET_CAP_MB}"
-        )
-    return float(value)
+    return mebibytes("bucket_cap_mb", value, BUCKET_CAP_MB)
 
 
 def calls_of(reducer: Reducer) -> TensorCalls:

@@ -37,8 +37,7 @@ def encode(tensor: torch.Tensor, codec: str, *, seed: int = 0, step: int = 0) ->
         str(spec),
         seed=count("seed", seed),
         step=count("step", step),
-        config_hash=hash64(str(spec)),
-        layout_hash=_layout_hash(numbers.dtype, numbers.numel()),
+        **_hashes(spec, numbers),
     )
 
 
@@ -68,8 +67,7 @@ def decode(
         encoded,
         str(spec),
         out,
-        config_hash=hash64(str(spec)),
-        layout_hash=_layout_hash(dtype, out.numel()),
+        **_hashes(spec, out),
     )
     return out
 
@@ -122,8 +120,7 @@ def accumulate(
         str(spec),
         out,
         divisor=whole,
-        config_hash=hash64(str(spec)),
-        layout_hash=_layout_hash(dtype, out.numel()),
+        **_hashes(spec, out),
     )
     return out
 
@@ -171,5 +168,8 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raise ConfigError(f"shape={short(shape)} is of no tensor on this host: {reason}") from None
 
 
-def _layout_hash(dtype: torch.dtype, num_elements: int) -> int:
-    return hash64(f"{str(dtype).removeprefix('torch.')}|{num_elements}")
+def _hashes(spec: CodecSpec, tensor: torch.Tensor) -> dict[str, int]:
+    """What a message says of its codec and its tensor."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    layout_hash = hash64(f"{dtype}|{tensor.numel()}")
+    return {"config_hash": hash64(str(spec)), "layout_hash": layout_hash}

@@ -31,7 +31,8 @@ def make_lanes(purpose: str, number: int = 2) -> list[Any]:
     from gradferry.core import engine
 
     group = dist.group.WORLD
-    return engine.make_lanes(group, purpose, engine.lanes_between_all(group, number))
+    ranks = list(range(group.size()))
+    return engine.make_lanes(group, purpose, {str(each): ranks for each in range(number)})
 
 
 def exchange(lane: Any, size: int) -> tuple[Any, torch.Tensor]:

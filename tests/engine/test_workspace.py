@@ -103,8 +103,6 @@ def test_less_memory_between_nodes_changes_no_result(
         assert expected < received <= expected + 64 + 4096
         assert (planned["send_bytes"] > 0) == is_leader
         assert f"{planned['slots']} chunks in flight" in answer["shown"]
-        assert f"owners, {copies} x {len(nodes)} nodes x " in answer["shown"]
-        assert f"MiB of gradients of {len(siblings)} ranks" in answer["shown"]
 
 
 def case_large_world(world_size: int) -> dict[str, Any]:

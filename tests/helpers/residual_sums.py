@@ -45,13 +45,9 @@ def worker_mean(states: Sequence[dict], scenario: Scenario) -> list[np.ndarray]:
     """The mean over nodes of the worker residuals, as `still_missing`."""
     engine = reference_of(scenario)
     total = [np.zeros(parameter.num_elements) for parameter in engine.layout.parameters]
-    kept = [residuals[0] is not None for residuals in engine.worker_residual]
-    all_tiles = [n for n, tile in enumerate(engine.layout.tiles) if kept[tile.parameter]]
     for rank, state in enumerate(states):
         slot = state[f"slot_{rank}"]
-        numbers = slot["worker_tiles"].tolist() if "worker_tiles" in slot else all_tiles
-        numbers = numbers if len(slot["worker"]) else []  # nothing is withheld
-        for tile, held in by_tile(slot["worker"], numbers, engine):
+        for tile, held in by_tile(slot["worker"], slot["worker_tiles"].tolist(), engine):
             total[tile.parameter][tile.offset : tile.offset + tile.num_elements] += held
     return [residual / len(engine.nodes) for residual in total]
 

@@ -110,8 +110,9 @@ def given_up() -> Iterator[None]:
     """A backward pass within it ends in its first call of a hook, while the engine works on it."""
 
     def interrupted(hook: GradientHook, gradient: torch.Tensor) -> bool:
-        bucket = hook._passes.indices(hook._number), gradient
-        hook._calls.start([bucket], in_background=False)
+        bucket = hook.passes.indices(hook.number), gradient
+        assert hook.calls is not None
+        hook.calls.start([bucket], in_background=False)
         raise _InterruptedError
 
     with mock.patch.object(GradientHook, "_average", interrupted), pytest.raises(_InterruptedError):

@@ -40,7 +40,6 @@ def attached(codec: str = "q4", momentum: float | None = 0.8) -> tuple[nn.Module
         # m / (1 - m) = 4 / (1 + (1 / 0.1 - 1) / 4), so m = 16 / 29 and (1 - m) / (1 + m) = 13 / 45.
         # Biases travel as they are.
         (torch.optim.AdamW, "topk:ratio=0.1", 0.8, [0.001 * (13 / 45) ** 0.5, 0.001 / 3]),
-        (torch.optim.AdamW, "q4", None, [0.001]),
         (torch.optim.RMSprop, "q4", 0.8, [0.001]),
     ],
 )

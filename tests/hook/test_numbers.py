@@ -13,6 +13,7 @@ import gradferry
 import pytest
 import torch
 from gradferry.averaging import step_numbers
+from gradferry.averaging.handle import Averaging
 from gradferry.ddp.state import bound_to
 from on_ranks import on_ranks
 from outcomes import attempt
@@ -190,7 +191,7 @@ def test_a_step_that_a_scaler_skips_is_counted_with_the_next(fused: bool) -> Non
 
 
 def test_a_step_whose_buckets_are_in_flight_is_counted_with_the_next() -> None:
-    now = {**step_numbers.zeros(), "total_steps": 0}
+    now = {**step_numbers.zeros(), "total_steps": 0, "fallbacks": 0}
 
     class Counting:
         def stats(self) -> dict[str, Any]:
@@ -202,7 +203,7 @@ def test_a_step_whose_buckets_are_in_flight_is_counted_with_the_next() -> None:
     counting, rows = Counting(), []
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    handle = step_numbers.call_with_numbers(counting, rows.append)
+    handle = Averaging.on_step(counting, rows.append)
     for steps, in_flight in ((1, 1), (2, 0)):
         now.update(total_steps=steps, buckets=3 * steps, in_flight=in_flight)
         optimizer.step()

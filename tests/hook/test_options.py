@@ -24,6 +24,7 @@ import pytest
 import scenario as scenarios
 import torch
 import torch.distributed as dist
+from auto_trials import timed
 from gradferry import _native
 from gradferry.checkpoint import merge
 from gradferry.core.options import DEFAULTS, SHARDED_DEFAULTS, Options, ShardedOptions
@@ -31,7 +32,6 @@ from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import Run, Scenario, Weight, assert_all_bit_equal, hooked, train_all
 from stepping import slot
-from test_auto import timed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import COLLECTIVE_SECONDS, World
@@ -355,12 +355,12 @@ def test_gradients_equal_reference_in_detail_mode(detail_world: World) -> None:
 
 
 def case_lanes_and_errors() -> tuple[float, list[Outcome]]:
-    from gradferry.core.engine import lanes_between_all, make_lanes
+    from gradferry.core.engine import make_lanes
 
     assert dist.get_debug_level() == dist.DebugLevel.DETAIL
     with mock.patch.object(_native, "connect_lanes", wraps=_native.connect_lanes) as connect:
         group = dist.group.WORLD
-        make_lanes(group, "test of detail mode", lanes_between_all(group, 1))
+        make_lanes(group, "test of detail mode", {"0": list(range(group.size()))})
     timeout = connect.call_args.kwargs["timeout_seconds"]
     seed = dist.get_rank()
     differ = attempt(lambda: Run(Scenario(WEIGHTS, options={"seed": seed})))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -14,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from auto_trials import FOUND, TRIAL, residuals_by_element
 from gradferry import diagnosis
 from gradferry.averaging import start
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.nodes import Nodes
 from gradferry.ddp import auto
 from gradferry.ddp.state import bound_to
-from gradferry.ddp.trial import DeviceClock
+from gradferry.ddp.trial import Clock
+from outcomes import Outcome, attempt
 from priced_device import LAYERS, NUM_ELEMENTS, WIDTH, Prices, group_without_cpu, priced, wrapped
-from test_auto import FOUND, TRIAL
-from test_auto_residuals import residuals_by_element
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from watching import expect_no_race
@@ -35,7 +34,6 @@ Members = tuple[tuple[int, ...], ...]
 EVEN: Members = ((0, 1), (2, 3))
 NEAR = 1 / 64  # of what a byte takes, what one between siblings takes
 LAYER_S = 100e-6
-FAST = Prices(collective=10e-6, byte_sent=1 / 100e9)  # 100 GB/s
 SLOW = Prices(byte_sent=32e-9)  # 250 Mb/s
 
 
@@ -71,7 +69,7 @@ def on_nodes(members: Members | None, near: float = NEAR) -> Iterator[None]:
 
 def seconds_of(ddp: DistributedDataParallel, x: torch.Tensor, steps: int) -> list[float]:
     """Trains; from the end of each step to that of the next, by the clock of the device."""
-    clock = DeviceClock(x.device)
+    clock = Clock(x.device)
     marks = []
     for _ in range(steps):
         ddp.zero_grad()
@@ -130,24 +128,11 @@ def test_doctor_says_what_steps_take_by_the_clock_of_the_device(worlds: Worlds) 
         # doctor's optimizer, whose kernels it alone has, lies between the steps.
         optimizer = 12 * (Prices().launch + 8 * 4 * WIDTH**2 * Prices().byte) * LAYERS
         assert alone[-1] * (1 - 1e-9) <= step.seconds <= alone[-1] + optimizer, step
-    _, one_host, *_ = lines = text.splitlines()
-    assert one_host.startswith("All ranks share one host, so nothing crossed a network between")
-    assert ["hook", "ms", "per"] in [line.split()[:3] for line in lines[2:5]]
+    assert "All ranks share one host, so nothing crossed a network between" in text
 
 
-def test_doctor_says_no_on_a_fast_link(worlds: Worlds) -> None:
-    # 100 GB/s take a bucket of 64 KB in a microsecond, less than one kernel of a codec.
-    arguments = {"prices": FAST, "hooks": ["torch:bf16", "q4"], "layer_s": 20e-6}
-    (found, _), _ = worlds(2).run(case_doctor, **arguments)
-    assert re.match(
-        r"On one host, do not compress: torch:fp32 takes .*, and the fastest codec, q4 ",
-        found.verdict,
-    )
-
-
-@pytest.mark.parametrize("has_cpu", [True, False])
-def test_doctor_tries_both_exchanges_where_ranks_share_nodes(worlds: Worlds, has_cpu: bool) -> None:
-    arguments = {"prices": SLOW, "hooks": ["q4"], "members": EVEN, "has_cpu": has_cpu}
+def test_doctor_tries_both_exchanges_where_ranks_share_nodes(worlds: Worlds) -> None:
+    arguments = {"prices": SLOW, "hooks": ["q4"], "members": EVEN, "has_cpu": False}
     answers = worlds(4).run(case_doctor, **arguments)
     found, _ = answers[0]
     assert all(answer == answers[0] for answer in answers)
@@ -169,37 +154,28 @@ def test_doctor_leaves_out_an_exchange_that_attach_cannot_be_told(worlds: Worlds
     assert {step.name for step in found.steps} == {"torch:fp32", "q4"}
 
 
-def case_bad_models() -> list[str]:
+def case_bad_models() -> list[Outcome]:
     import fake_device
     from gradferry.core import device
 
     ddp, x = wrapped(LAYER_S, "streamed")
     said = []
     with mock.patch.dict(device.LIBRARIES, clear=True), mock.patch.object(device, "_loaded", None):
-        said.append(error_of(lambda: gradferry.doctor(ddp, lambda: (x,), show=False)))
-        said.append(error_of(lambda: gradferry.attach(ddp, "auto")))
+        said.append(attempt(lambda: gradferry.doctor(ddp, lambda: (x,), show=False)))
+        said.append(attempt(lambda: gradferry.attach(ddp, "auto")))
     ddp.module.weights[1] = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-    said.append(error_of(lambda: gradferry.doctor(ddp, lambda: (x,), show=False)))
-    said.append(str(fake_device.machine.races()))
+    said.append(attempt(lambda: gradferry.doctor(ddp, lambda: (x,), show=False)))
+    assert fake_device.machine.races() == []
     return said
 
 
-def error_of(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except gradferry.ConfigError as error:
-        return str(error)
-    return "no error"
-
-
 def test_what_cannot_be_measured_is_refused(worlds: Worlds) -> None:
-    for no_kernels, not_attached, half, races in worlds(2).run(case_bad_models):
-        assert no_kernels.startswith("rank 0: there are no codecs for gradients on 'fake'; move")
-        assert "there are no codecs for gradients on 'fake'" in not_attached
-        assert re.match(
-            "parameter 'module.weights.1' is on cpu, .* on fake:0: move the whole", half
-        )
-        assert races == "[]"
+    for outcomes in worlds(2).run(case_bad_models):
+        no_kernels, not_attached, half = outcomes
+        assert {outcome.error for outcome in outcomes} == {"ConfigError"}
+        assert no_kernels.text.startswith("rank 0: there are no codecs for gradients on 'fake'")
+        assert "there are no codecs for gradients on 'fake'" in not_attached.text
+        assert half.text.startswith("parameter 'module.weights.1' is on cpu")
 
 
 # --- codec="auto"
@@ -229,9 +205,8 @@ def case_auto(
     return choice, seconds
 
 
-@pytest.mark.parametrize("has_cpu", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_auto_follows_the_clock_of_the_device(worlds: Worlds, has_cpu: bool) -> None:
-    answers = worlds(2).run(case_auto, prices=Prices(), has_cpu=has_cpu)
+def test_auto_follows_the_clock_of_the_device(worlds: Worlds) -> None:
+    answers = worlds(2).run(case_auto, prices=Prices())
     assert answers[0] == answers[1]
     choice, seconds = answers[0]
     assert set(choice["measured_ms"]) == {"q4", "off"}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import random
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +12,6 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.averaging import step_numbers
 from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import hooked
@@ -422,23 +419,3 @@ def test_model_that_was_replaced_and_is_kept_raises_no_alarm() -> None:
     assert len(ended) == 2
     assert outcome.error == "StateError"
     assert "was replaced after attach" in outcome.text
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-@on_ranks()
-def test_watch_and_callbacks_end_with_the_model(native: bool) -> None:
-    training, rows = Training(), []
-    state = hooked(training.ddp, native=native, check_every=2)
-
-    def callback(row: dict[str, Any]) -> None:
-        rows.append(row)
-
-    state.on_step(callback)
-    training.train(2)
-    before = len(step_numbers._calls)
-    alive = [weakref.ref(training.ddp), weakref.ref(callback)]
-    del training, state, callback
-    gc.collect()
-    assert len(rows) == 2
-    assert [each() for each in alive] == [None, None]
-    assert len(step_numbers._calls) < before

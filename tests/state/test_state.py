@@ -91,7 +91,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"format": 4}, "has format "),
     ({"codec": "bf16"}, "has codec "),
     ({"momentum": 0.9}, "has momentum "),
-    ({"world_size": 3}, "has world_size "),
+    ({"world_size": 3, "nodes": "[[0], [1], [2]]"}, "has world_size "),
     ({"layout": 1}, "of another model: what it says of its parameters was damaged"),
     ({"worker": torch.zeros(3)}, "another size, dtype or device"),
     ({"owner": [0.0]}, "owner, is not a tensor"),

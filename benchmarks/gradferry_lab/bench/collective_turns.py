@@ -24,7 +24,7 @@ from gradferry.core.device import Transport, agreed_transport
 from gradferry.core.engine import planned_bytes, start_engine
 from gradferry.core.nodes import AUTO, Nodes
 from gradferry.core.parameters import ParameterLayout
-from gradferry.ddp.trial import Clock, clock_of
+from gradferry.ddp.trial import Clock
 from gradferry.diagnosis import TORCH_DTYPES
 
 from gradferry_lab.ranks.exchanges import exchange_among
@@ -221,7 +221,7 @@ def _compare(
 ) -> list[CollectiveOutcome]:
     gradients = [_gradient(rank, num_elements) for rank in range(dist.get_world_size())]
     mine = gradients[dist.get_rank()].to(transport.device)
-    buffer, clock = torch.empty_like(mine), clock_of(transport.device)
+    buffer, clock = torch.empty_like(mine), Clock(transport.device)
     entries = []
     for name, exchange in options.entries():
         collective: _Collective

@@ -22,7 +22,7 @@ from gradferry.averaging.handle import Averaging
 from gradferry.core.agreement import most_of_ranks
 from gradferry.core.codec_spec import AUTO, OFF
 from gradferry.core.nodes import exchange_between
-from gradferry.ddp.trial import clock_of
+from gradferry.ddp.trial import Clock
 from gradferry.errors import ConfigError
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -165,7 +165,7 @@ class _TimedModel:
             state,
             fused=True,
         )
-        self._clock = clock_of(self._device)
+        self._clock = Clock(self._device)
         self._instants: Sequence[float] = ()  # of the last step, in seconds
         self.steps = 0
         self.seconds = 0.0  # of training

@@ -84,9 +84,9 @@ def describe(running: Running, stats: Stats) -> str:
         lines.append(_exchange_line(running))
     lines.append(
         f"  memory: residuals {stats['residual_bytes'] / 2**20:.1f} MiB, workspace "
-        f"{stats['workspace_bytes'] / 2**20:.1f} of at most {config.workspace_cap_mb:g} MiB"
+        f"{stats['workspace_bytes'] / 2**20:.1f} of at most {config.workspace_cap_mb:g} MiB, "
+        f"{running.engine.workspace()['slots']} chunks in flight"
     )
-    lines += _workspace_lines(running.engine.workspace(), running)
     lines += _averages(running.engine_steps(), stats)
     return "\n".join(lines)
 
@@ -130,34 +130,3 @@ def _exchange_line(running: Running) -> str:
     note = f"; within this node through {stage}" if stage else ""
     note += f"; {nodes.note}" if nodes.note else ""
     return f"  exchange: {shown}, because {exchange.reason}{note}"
-
-
-def _workspace_lines(workspace: dict[str, int], running: Running) -> list[str]:
-    """The formula of the memory for chunks; nothing where none are sent."""
-    longest = workspace["message_bytes"]
-    if longest == 0:
-        return []
-    nodes = running.exchange.nodes
-    receives = "one for both" if workspace["shared_receive"] else "2"
-    if running.collective != "all_reduce":
-        receives = "1"
-    if running.config.keep_gathered:
-        receives = "0"
-    own = workspace["own_message_bytes"]
-    to_owners = ""
-    if running.collective != "all_gather":
-        to_owners = f"{workspace['send_bytes'] / 2**20:.2f} MiB to owners, "
-    received = f"{receives} x {running.world_size} ranks x {longest / 2**20:.3f} MiB received"
-    if not nodes.is_flat:
-        siblings = len(nodes.members[nodes.of(running.rank)[0]])
-        # What all owners send, in memory of each rank or of the node, and what owners receive.
-        copies = 1 if workspace["siblings_share"] else siblings
-        copies += workspace["receive_bytes"] > 0
-        received = (
-            f"{copies} x {len(nodes.members)} nodes x {longest / 2**20:.3f} MiB received, "
-            f"{workspace['dense_bytes'] / 2**20:.2f} MiB of gradients of {siblings} ranks"
-        )
-    return [
-        f"    {workspace['slots']} chunks in flight: {to_owners}{received}"
-        + (f", {own / 2**20:.3f} MiB sent to all" if own else "")
-    ]

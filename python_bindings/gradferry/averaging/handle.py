@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,13 +11,14 @@ from html import escape
 from typing import Any, cast
 
 import torch
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradferry import _native
 from gradferry.averaging import step_numbers
-from gradferry.averaging.momentum import DeliveredMomentum
+from gradferry.averaging.description import as_asked
 from gradferry.averaging.running import Running
-from gradferry.averaging.step_numbers import Stats
+from gradferry.averaging.step_numbers import Stats, call_after_steps, was_skipped
 from gradferry.core.config import Config
 from gradferry.core.nodes import Nodes
 from gradferry.core.parameters import ParameterLayout
@@ -54,9 +56,9 @@ class Averaging(ABC):
     def _passed_steps(self) -> int:
         """Steps that have ended, where there is no engine to count them."""
 
-    @abstractmethod
     def _choice(self) -> dict[str, Any]:
         """The entry ``choice`` of `stats`."""
+        return as_asked(self._running)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -196,7 +198,26 @@ class Averaging(ABC):
         """
         if not callable(callback):
             raise ConfigError(f"on_step({callback!r}): pass a function, which gets a dict")
-        return step_numbers.call_with_numbers(self, callback)
+        weak = weakref.ref(self)
+        before: Mapping[str, Any] = self.stats()
+        ring_before = self._ring_bytes()
+
+        def after_step(optimizer: Optimizer) -> None:
+            nonlocal before, ring_before
+            state = weak()
+            if state is None or was_skipped(optimizer):
+                return
+            now: Mapping[str, Any] = state.stats()
+            step = {key: now[key] - before[key] for key in step_numbers.SUMS}
+            # The optimizer of another model, or buckets that are not complete.
+            if step["buckets"] + step["fallbacks"] == 0 or now["in_flight"]:
+                return
+            before, last_ring, ring_before = now, ring_before, state._ring_bytes()
+            step["ratio"] = step_numbers.ratio(ring_before - last_ring, step["wire_bytes"])
+            ratios = {key: now[key] for key in step_numbers.RATIOS}
+            callback({"step": now["total_steps"] - 1, **step, **ratios})
+
+        return call_after_steps(after_step, owner=self)
 
     def events(self) -> list[dict[str, Any]]:
         """The last 256 buckets, oldest first; the first error ends with the last 8.
@@ -233,18 +254,3 @@ class Averaging(ABC):
         engine = self._engine_at_rest("scale residuals")
         if engine is not None:
             engine.scale_residuals(factor)
-
-
-def delivered_momentum(state: object) -> DeliveredMomentum:
-    """What a user's `state` says to an optimizer.
-
-    Raises:
-        ConfigError: it is none.
-        StateError: it is a HookState that is not bound.
-    """
-    if not isinstance(state, Averaging):
-        raise ConfigError(
-            f"the state is {state!r}, which is none of gradferry's: give what gradferry.attach(), "
-            "gradferry.fsdp.attach() or gradferry.Reducer() returns"
-        )
-    return DeliveredMomentum(state._running)

@@ -29,10 +29,11 @@ _in_momentum_mode: weakref.WeakKeyDictionary[
 
 
 class DeliveredMomentum:
-    """What an optimizer must know of the momentum in residuals."""
+    """What an optimizer must know of the momentum in residuals, and where it hands over its own."""
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: Running, handover: MomentumHandover | None = None) -> None:
         self._running = running
+        self._handover = handover
 
     @property
     def config(self) -> Config:
@@ -63,6 +64,39 @@ class DeliveredMomentum:
     def begin_momentum_mode(self, optimizer: Optimizer, handle: RemovableHandle) -> None:
         """Notes that the optimizer is set up for this momentum, until `handle` is removed."""
         _in_momentum_mode[optimizer] = handle, weakref.ref(self._running)
+
+    def hold(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Notes that an optimizer holds the momentum of these parameters until the handover."""
+        if self._handover is not None:
+            index = self._running.index
+            self._handover.hold(index[parameter] for parameter in parameters)
+
+    def hand_over(self, parameter: torch.Tensor, momentum: torch.Tensor, factor: float) -> None:
+        """Gives a parameter's momentum to the hook, which delivers it over the next steps.
+
+        Args:
+            parameter: of the model.
+            momentum: tensor of its shape, on its device, without a loss scale.
+            factor: multiplies the momentum: its decay until the next step.
+
+        Raises:
+            StateError: the hook is in the middle of a step, or failed before.
+        """
+        running = self._running
+        if running.engine is None:
+            return
+        number = running.index[parameter]
+        layout = running.parameters[number]
+        laid_out = torch.empty_strided(
+            layout.shape, layout.strides, dtype=parameter.dtype, device=parameter.device
+        ).copy_(momentum)
+        real = torch.view_as_real(laid_out) if laid_out.is_complex() else laid_out
+        flat = real.as_strided((real.numel(),), (1,))
+        exchanges = running.transport.exchanges
+        share = running.config.momentum_share(layout.codec) if exchanges else 1.0
+        running.engine.add_to_worker_residual(number, flat, factor * share)
+        if self._handover is not None:
+            self._handover.hand_over(number)
 
 
 def end_momentum_mode(optimizer: Optimizer) -> bool:

@@ -73,8 +73,7 @@ class Running:
         steps_before: steps of the training that were not taken here but before a loaded state.
         engine_before: steps of the training that the engine did not take: those of `steps_before`,
             of earlier engines, and without an engine.
-        delivers: whether the engine sends gradients as they are, with what its codec would keep
-            withholding.
+        delivers: whether the engine sends gradients as they are, with all residuals.
     """
 
     config: Config
@@ -224,9 +223,9 @@ class Running:
             exchanges: False: for a world of one, which sends every element; all shares are 1.
             codec: replaces the configured one if given.
         """
-        config = self.config if codec is None else replace(self.config, codec=codec)
         if not exchanges:
             return [1.0] * len(self.parameters)
+        config = replace(self.config, codec=codec or self.config.codec)
         return [config.momentum_share(parameter.codec) for parameter in self._described(config)]
 
     def residuals_in(
@@ -238,7 +237,7 @@ class Running:
             world_size: number of ranks.
             codec: replaces the configured one if given.
         """
-        config = self.config if codec is None else replace(self.config, codec=codec)
+        config = replace(self.config, codec=codec or self.config.codec)
         described = under(config, self.parameters, exchanges=world_size != 1)
         return [parameter.residuals for parameter in described]
 

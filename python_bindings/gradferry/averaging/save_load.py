@@ -18,12 +18,12 @@ from gradferry.residuals.saved_state import (
     SavedState,
     check_identity,
     holds_all_slots,
+    holds_residuals,
     is_of_other_shards,
     pack,
     shown,
     steps_and_scale,
     unpack,
-    withheld_in,
 )
 from gradferry.residuals.tiles import zero_residual
 
@@ -79,7 +79,7 @@ def load(
     """
     if running.engine is None:
         check_identity(saved, {"world_size": running.world_size}, on_resize)
-        if withheld_in(saved):
+        if holds_residuals(saved):
             warn("gradients pass through without gradferry: the saved residuals are not used")
         return steps_and_scale(saved)[0]
     check(running, saved, on_resize)
@@ -105,19 +105,19 @@ def load_of_other_shards(
     running: Running, states: Sequence[Mapping[str, Any]], on_resize: str
 ) -> int:
     """Goes on at the step of a training whose model was divided among other ranks, without
-    residuals: what is withheld of a shard stays with it.
+    residuals: those of a shard stay with it.
 
     Args:
         running: between steps.
         states: of the shards of that training, as far as they are there.
-        on_resize: ``"drop"`` loses what they withhold.
+        on_resize: ``"drop"`` loses their residuals.
 
     Returns:
         The number of steps that were finished.
 
     Raises:
         ConfigError: unknown ``on_resize``.
-        StateError: another hook saved them, or they withhold something. Nothing was changed.
+        StateError: another hook saved them, or they have residuals. Nothing was changed.
     """
     could_lose = any(any(each.residuals) for each in running.parameters)
     for saved in states:
@@ -126,11 +126,11 @@ def load_of_other_shards(
             mine[LAYOUT] = saved[LAYOUT]
         _check(running, saved, mine, on_resize)
         is_known = holds_all_slots(saved) or not could_lose
-        if on_resize != "drop" and (withheld_in(saved) or not is_known):
+        if on_resize != "drop" and (holds_residuals(saved) or not is_known):
             raise StateError(
-                "the saved state is of other shards, and what is withheld of a shard stays with "
-                "it: load it with as many shards as saved it, or go on without what was withheld, "
-                "with on_resize='drop'"
+                "the saved state is of other shards, and residuals stay with their shard: load it "
+                "with as many shards as saved it, or go on without residuals, with "
+                "on_resize='drop'"
             )
     steps, scale = steps_and_scale(states[0])
     if running.engine is not None:
@@ -149,9 +149,8 @@ def is_of_these_shards(running: Running, saved: object) -> bool:
 
 def _identity(running: Running) -> dict[str, Any]:
     """The fields that must be equal where the state is loaded, or make loading a resize."""
-    nodes = running.exchange.nodes
     return {
-        **({} if nodes.is_flat else {NODES: json.dumps(nodes.members)}),
+        NODES: json.dumps(running.exchange.nodes.members),
         "codec": running.codec_asked_for,
         "world_size": running.world_size,
         "error_feedback": running.config.error_feedback,

@@ -8,26 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from functools import cache
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict, get_type_hints
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
-
-StepCallback = Callable[[dict[str, Any]], None]
-
-
-class Counting(Protocol):
-    """An object with counters: an `Averaging`."""
-
-    def stats(self) -> Mapping[str, Any]:
-        """See `Averaging.stats`."""
-
-    def _ring_bytes(self) -> float:
-        """See `Averaging._ring_bytes`."""
-
 
 # Keys of stats() that are sums over steps; their increase is the number of one step.
 SUMS = (
@@ -46,61 +33,18 @@ SUMS = (
 # Keys that continue when another engine takes over.
 CONTINUED = (*SUMS, "workspace_allocations", "host_waits")
 # Keys of stats() that refer to the last step.
-_RATIOS = ("worker_residual_ratio", "owner_residual_ratio")
-_COUNTERS = (
-    "steps",
-    "buckets",
-    "chunks",
-    "gradient_bytes",
-    "wire_bytes",
-    "local_bytes",
-    "residual_bytes",
-    "workspace_bytes",
-    "workspace_allocations",
-    "in_flight",
-    "host_waits",
-)
+RATIOS = ("worker_residual_ratio", "owner_residual_ratio")
 
 
 def zeros() -> dict[str, Any]:
     """The counters of an engine that has done nothing."""
-    times = dict.fromkeys((key for key in (*SUMS, *_RATIOS) if key not in _COUNTERS), 0.0)
-    return {**dict.fromkeys(_COUNTERS, 0), **times, "step_buckets": []}
+    of_states = ("total_steps", "ratio", "fallbacks", "choice")
+    return {key: kind() for key, kind in get_type_hints(_Counters).items() if key not in of_states}
 
 
 def ratio(ring_bytes: float, wire_bytes: int) -> float:
     """Bytes of an uncompressed ring, divided by those sent; 0.0 if none were sent."""
     return ring_bytes / wire_bytes if wire_bytes else 0.0
-
-
-def call_with_numbers(state: Counting, callback: StepCallback) -> RemovableHandle:
-    """See `HookState.on_step`."""
-    weak_state = weakref.ref(state)
-    before: Mapping[str, Any] = state.stats()
-    ring_before = state._ring_bytes()
-
-    def after_step(optimizer: Optimizer) -> None:
-        nonlocal before, ring_before
-        state = weak_state()
-        if state is None or was_skipped(optimizer):
-            return
-        now: Mapping[str, Any] = state.stats()
-        step = {key: now[key] - before[key] for key in SUMS}
-        # The optimizer of another model, or buckets that are not complete.
-        if step["buckets"] + step["fallbacks"] == 0 or now["in_flight"]:
-            return
-        before, last_ring, ring_before = now, ring_before, state._ring_bytes()
-        ratios = {key: now[key] for key in _RATIOS}
-        callback(
-            {
-                "step": now["total_steps"] - 1,
-                **step,
-                "ratio": ratio(ring_before - last_ring, step["wire_bytes"]),
-                **ratios,
-            }
-        )
-
-    return call_after_steps(after_step, owner=state)
 
 
 class _Chosen(TypedDict):

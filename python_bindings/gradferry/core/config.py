@@ -24,7 +24,7 @@ from gradferry.errors import ConfigError
 ERROR_FEEDBACK = ("auto", "none", "owner", "worker", "both")
 NONFINITE = ("propagate", "raise")
 CHUNK_BYTES = _native.CHUNK_BYTES  # at most, per owner, stage and chunk
-# Below this many bits per element, error feedback withholds whole gradients for many steps, and
+# Below this many bits per element, residuals hold whole gradients for many steps, and
 # trainings end worse without momentum mode.
 COARSE_BITS = 3.0
 # The smallest matrices, which together hold at most this percentage of all elements, travel with
@@ -66,7 +66,7 @@ class Rule:
 
 EXACT = CodecSpec("exact")
 SMALL_CODEC = CodecSpec("q4")
-# Runs until codec="auto" has tried its candidates. None of them withholds more.
+# Runs until codec="auto" has tried its candidates. None of them leaves a larger compression error.
 FIRST_OF_AUTO = CodecSpec("q4")
 DEFAULT_RULES = (
     Rule(EXACT, max_dims=_native.EXEMPT_MAX_DIMS),
@@ -318,7 +318,9 @@ def make_config(codec: str, given: Mapping[str, Any] | None = None) -> Config:
         seed=count("seed", options["seed"]),
         nodes=check_option(options["nodes"]),
         chooses=chooses,
-        workspace_cap_mb=_workspace_cap(options["workspace_cap_mb"]),
+        workspace_cap_mb=mebibytes(
+            "workspace_cap_mb", options["workspace_cap_mb"], DEFAULTS["workspace_cap_mb"]
+        ),
         disabled=_disabled(os.environ.get("GRADFERRY_DISABLE", "")),
     )
 
@@ -416,12 +418,12 @@ def _grad_scaler(value: object) -> torch.amp.GradScaler | None:
     return value if value is not None and value.is_enabled() else None
 
 
-def _workspace_cap(value: float) -> float:
+def mebibytes(argument: str, value: float, usual: float) -> float:
+    """The value of an option in MiB. Raises ConfigError."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not 0 < value < 2**24:
         raise ConfigError(
-            f"workspace_cap_mb={value!r} must be a number of MiB, more than 0, such as "
-            f"{DEFAULTS['workspace_cap_mb']}"
+            f"{argument}={value!r} must be a number of MiB, more than 0, such as {usual}"
         )
     return float(value)
 

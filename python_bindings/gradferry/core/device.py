@@ -2,8 +2,7 @@
 
 Machine code for compute capability X.Y runs on X.Z with Z >= Y. PTX for X.Y runs on X.Y and all
 newer ones: the driver translates it, which takes up to a minute and a driver that is not older than
-the toolkit. Any driver of the toolkit's major version runs machine code. What is compiled for X.Ya
-runs on X.Y alone, and for X.Yf on X.Z with Z >= Y, be it machine code or PTX (CUDA C++ Programming
+the toolkit. Any driver of the toolkit's major version runs machine code (CUDA C++ Programming
 Guide, "Feature Availability").
 """
 
@@ -14,9 +13,8 @@ import importlib
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -112,14 +110,6 @@ def starts_in_order(device: torch.device) -> bool:
     return version() >= (2, 26)
 
 
-_YES = ("1", "y", "yes", "t", "true")  # as torch reads its variables
-
-
-def says_yes(environment: Mapping[str, str], *names: str) -> bool:
-    """Whether one of torch's variables says yes."""
-    return any(environment.get(name, "").lower() in _YES for name in names)
-
-
 @dataclass(frozen=True)
 class Transport:
     """How the bytes of a model's gradients reach the other ranks.
@@ -151,8 +141,10 @@ def expect_no_blocking(transport: Transport) -> None:
     Raises:
         ConfigError: they do, as torch's variable asks for.
     """
+    names = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+    says = {os.environ.get(name, "").lower() for name in names}
     on_streams = transport.device.type == "cuda" and transport.streams and transport.exchanges
-    if on_streams and says_yes(os.environ, "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
+    if on_streams and says & {"1", "y", "yes", "t", "true"}:  # as torch reads its variables
         raise ConfigError(
             "TORCH_NCCL_BLOCKING_WAIT is set, which has the host wait, by sleeps of a millisecond, "
             "for each of the hook's collectives in the middle of backward(): unset it before "
@@ -213,74 +205,45 @@ def agreed_transport(device: torch.device, group: dist.ProcessGroup) -> Transpor
 Version = tuple[int, int]
 
 
-class Target(NamedTuple):
-    """What code was compiled for.
-
-    Attributes:
-        capability: compute capability.
-        only: "a": for it alone; "f": for it and newer ones of its major version; or empty.
-    """
-
-    capability: Version
-    only: str = ""
-
-    def runs_on(self, capability: Version) -> bool:
-        """Whether a GPU runs machine code for this."""
-        (major, least), (has_major, minor) = self.capability, capability
-        return has_major == major and (minor == least if self.only == "a" else minor >= least)
-
-    def translates_for(self, capability: Version) -> bool:
-        """Whether a driver translates PTX for this to machine code of a GPU."""
-        return self.runs_on(capability) if self.only else self.capability <= capability
-
-    def __str__(self) -> str:
-        return shown(self.capability) + self.only
-
-
 @dataclass(frozen=True)
 class CudaBuild:
     """What a build was made with and for.
 
     Attributes:
         toolkit: version of CUDA.
-        machine_code: what it holds machine code for.
-        ptx: what it holds PTX for.
+        machine_code: compute capabilities that it holds machine code for.
+        ptx: those that it holds PTX for.
     """
 
     toolkit: Version
-    machine_code: tuple[Target, ...]
-    ptx: tuple[Target, ...]
+    machine_code: tuple[Version, ...]
+    ptx: tuple[Version, ...]
 
     def has_machine_code(self, capability: Version) -> bool:
         """Whether a GPU runs the kernels as they are."""
-        return any(target.runs_on(capability) for target in self.machine_code)
-
-    def has_ptx(self, capability: Version) -> bool:
-        """Whether a GPU runs what a driver makes of the PTX."""
-        return any(target.translates_for(capability) for target in self.ptx)
+        major, minor = capability
+        return any(has == major and least <= minor for has, least in self.machine_code)
 
     def __str__(self) -> str:
-        held = [f"machine code for {_listed(self.machine_code)}"] if self.machine_code else []
-        exact = [target for target in self.ptx if target.only]
-        held += [f"PTX for {_listed(exact)}"] if exact else []
-        others = [target for target in self.ptx if not target.only]
-        held += [f"PTX for {_listed(others)} and newer"] if others else []
+        held = [f"machine code for {shown(*self.machine_code)}"] if self.machine_code else []
+        held += [f"PTX for {shown(*self.ptx)} and newer"] if self.ptx else []
         return " and ".join(held)
 
 
 def parse_build(compiler: str, architectures: str) -> CudaBuild | None:
-    """The build as CMake describes it; None without kernels, or for words that have no number.
+    """The build as CMake describes it; None without kernels, or for words that are no numbers, such
+    as the "90a" of code for one GPU alone.
 
     Args:
         compiler: such as ``"nvcc 13.0.88"``; empty without kernels.
-        architectures: of CMAKE_CUDA_ARCHITECTURES, such as ``"80-real 90a"``: ``-real`` is machine
+        architectures: of CMAKE_CUDA_ARCHITECTURES, such as ``"80-real 90"``: ``-real`` is machine
             code alone, ``-virtual`` PTX alone, without either it is both.
     """
     toolkit = re.fullmatch(r"nvcc (\d+)\.(\d+).*", compiler)
-    found = [re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", a) for a in architectures.split()]
+    found = [re.fullmatch(r"(\d+)(\d)(-real|-virtual)?", a) for a in architectures.split()]
     if toolkit is None or not found or not all(found):
         return None
-    kinds = [(Target((int(m[1]), int(m[2])), m[3]), m[4]) for m in found if m]
+    kinds = [((int(m[1]), int(m[2])), m[3]) for m in found if m]
     return CudaBuild(
         toolkit=(int(toolkit[1]), int(toolkit[2])),
         machine_code=tuple(target for target, kind in kinds if kind != "-virtual"),
@@ -315,7 +278,7 @@ def why_not(build: CudaBuild, driver: Version | None, capability: Version, gpu: 
         gpu: what to call it.
     """
     newest = shown(build.toolkit)
-    oldest = min(target.capability for target in (*build.machine_code, *build.ptx))
+    oldest = min((*build.machine_code, *build.ptx))
     if driver is None:
         return "this machine has no NVIDIA driver: install one, or move the model to the CPU"
     if driver[0] < build.toolkit[0]:
@@ -332,7 +295,7 @@ def why_not(build: CudaBuild, driver: Version | None, capability: Version, gpu: 
             f"{shown(oldest)} or newer: train on a newer GPU, or attach with codec='off'"
         )
     again = f"install gradferry again with CUDAARCHS={capability[0]}{capability[1]} set"
-    if not build.has_ptx(capability):
+    if not any(target <= capability for target in build.ptx):
         return (
             f"{gpu} has compute capability {shown(capability)}, and this installation of gradferry "
             f"holds {build}: {again}"
@@ -344,10 +307,6 @@ def why_not(build: CudaBuild, driver: Version | None, capability: Version, gpu: 
             f"that of CUDA {shown(driver)} and older: update the driver, or {again}"
         )
     return None
-
-
-def _listed(targets: Sequence[Target]) -> str:
-    return ", ".join(map(str, targets))
 
 
 def shown(*versions: Version) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from gradferry.core.device import CPU, Transport, starts_in_order, transport_of
 from gradferry.core.node_memory import share_memory
 from gradferry.core.nodes import Nodes
 from gradferry.core.parameters import ParameterLayout
-from gradferry.core.rendezvous import hear_failures, patience, store_of, world_ranks
+from gradferry.core.rendezvous import hear_failures, patience, store_of, timeout_of, world_ranks
 from gradferry.errors import ConfigError, EchoError, PeerError
 
 Members = Sequence[Sequence[int]]  # the ranks of every node
@@ -208,7 +207,7 @@ def make_lanes(
         lanes=[list(ranks) for ranks in lanes.values()],
         longest_seconds=(patience(group, place) / 2).total_seconds(),
         between_polls=hear_failures(group),
-        timeout_seconds=_timeout(group, place).total_seconds(),
+        timeout_seconds=timeout_of(group, place).total_seconds(),
     )
 
 
@@ -225,17 +224,11 @@ def memory_of_node(
     Raises:
         PeerError: as `make_lanes`.
     """
-    if len(siblings_of(nodes, group.rank())) == 1:
+    rank, names = group.rank(), world_ranks(group)
+    siblings = siblings_of(nodes, rank)
+    if len(siblings) == 1:
         return None, ""
-    return share_on_node(_native.shared_memory_bytes(options), nodes, group, nonce)
-
-
-def share_on_node(
-    num_bytes: int, nodes: Members, group: dist.ProcessGroup, nonce: str
-) -> tuple[_native.SharedMemory | None, str]:
-    """Shares so many bytes as `memory_of_node` does, where this rank has siblings."""
-    rank = group.rank()
-    names, siblings = world_ranks(group), siblings_of(nodes, rank)
+    num_bytes = _native.shared_memory_bytes(options)
     store = PrefixStore(f"gradferry/{nonce}/memory/{siblings[0]}", store_of(group))
     seconds = (patience(group, CPU) / 2).total_seconds()
     with _telling_of_others():
@@ -243,11 +236,6 @@ def share_on_node(
             store, names[rank], [names[each] for each in siblings], num_bytes, seconds
         )
     return memory, f"sockets ({refusal})" if memory is None else "shared memory"
-
-
-def lanes_between_all(group: dist.ProcessGroup, number: int) -> dict[str, list[int]]:
-    """Lanes between all ranks of the group, for `make_lanes` and `make_backends`."""
-    return {str(each): list(range(group.size())) for each in range(number)}
 
 
 def make_backends(
@@ -272,7 +260,7 @@ def make_backends(
             )
         backends.append(backend)
     for backend in backends:
-        backend._set_default_timeout(_timeout(group, place))
+        backend._set_default_timeout(timeout_of(group, place))
     return backends
 
 
@@ -310,7 +298,7 @@ def _new_device_backend(
     name: str,
 ) -> Any:
     theirs: Any = group._get_backend(place)
-    timeout = _timeout(group, place)
+    timeout = timeout_of(group, place)
     rank = list(ranks).index(group.rank())
     config = c10d.BackendConfig(dist.Backend(dist.get_backend_config(group)))
     kind = config.get_device_backend_map()[place.type]
@@ -355,11 +343,6 @@ def nccl_options(theirs: object) -> Any:
         if isinstance(value, int | str) and not name.startswith("_") and name != "comm_name":
             setattr(options.config, name, value)
     return options
-
-
-def _timeout(group: dist.ProcessGroup, place: torch.device) -> timedelta:
-    timeout: timedelta = group._get_backend(place).options._timeout
-    return timeout
 
 
 def _gloo_takes_plain_tcp() -> bool:

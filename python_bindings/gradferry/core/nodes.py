@@ -111,13 +111,6 @@ class Nodes:
         return sum(self.ranks_per_node)
 
     @cached_property
-    def rails(self) -> tuple[tuple[int, ...], ...]:
-        """For every index that a rank can have on every node, the ranks that have it, by node:
-        those exchange what all nodes send.
-        """
-        return tuple(zip(*self.members, strict=False))
-
-    @cached_property
     def of_rank(self) -> tuple[int, ...]:
         """The node of every rank."""
         return tuple(self.of(rank)[0] for rank in range(self.world_size))

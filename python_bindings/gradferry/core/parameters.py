@@ -106,7 +106,7 @@ def describe_parameters(
         owners: see `ParameterLayout.owner`; None: of no parameter.
         whole_sizes: see `ParameterLayout.whole_size`; None: all parameters are whole.
         exchanges: False in a world of one, where every parameter has a place in the worker
-            residual: for the momentum, or for what a larger world has withheld.
+            residual: for the momentum, or for the residuals of a larger world.
 
     Raises:
         ConfigError: a parameter's device or dtype has no codec, or parameters are on several

@@ -33,8 +33,8 @@ def attach(
             momentum mode ``rht:bits=3`` and codecs below 3 bits instead of ``off``. One whose first
             counted step takes 1.5 times what the fastest took gets no more. It takes the most
             precise one within 2 % of the fastest, by the median on the slowest rank. It tries again
-            after 1000 steps, then less often after every change. What was withheld is delivered
-            before a codec that has no residual for it. ``stats()["choice"]`` explains the choice.
+            after 1000 steps, then less often after every change. Residuals are delivered before
+            a codec that has no place for them. ``stats()["choice"]`` explains the choice.
         **options: see `gradferry.Options`.
 
     Returns:

@@ -6,7 +6,7 @@ From there on candidates train for a few steps each (`Trial`), and the times of 
 decide. Every change starts a new engine, whose messages carry another configuration hash.
 
 A change loses no residuals. Where the next candidate keeps fewer of them, an engine that delivers
-(`Running.switch`) comes between: it sends gradients as they are, with all that was withheld.
+(`Running.switch`) comes between: it sends gradients as they are, with all residuals.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from gradferry.ddp.trial import (
     MOST_TURNS,
     SETTLING_STEPS,
     Candidate,
+    Clock,
     Trial,
-    clock_of,
     most_precise,
 )
 from gradferry.errors import ConfigError, GradferryError, StateError
@@ -40,7 +40,7 @@ _log = logging.getLogger("gradferry")
 FIRST_TRIAL = 2  # DDP arranges its buckets in the steps before
 TRY_AGAIN_AFTER = 1000  # steps; doubled after every change, which limits the number of changes
 _IN_MOMENTUM_MODE = "rht:bits=3"  # beside codecs below 3 bits
-# What is withheld of a parameter is delivered in the next step that uses it. A candidate for which
+# The residuals of a parameter are delivered in the next step that uses it. A candidate for which
 # that takes longer is left out.
 _DELIVERING_STEPS = 10
 
@@ -90,13 +90,6 @@ def _count(value: object) -> int:
     return value
 
 
-def _exchange(name: object) -> str | None:
-    """Checks what a checkpoint says of the exchange."""
-    if not any(same(name, known) for known in (None, FLAT, TWO_LEVEL)):
-        raise ValueError(f"exchange {shown(name)} is neither {FLAT!r} nor {TWO_LEVEL!r}")
-    return None if name is None else str(name)
-
-
 @dataclass
 class Choice:
     """The current choice. The fields in `saved` are equal on all ranks."""
@@ -120,9 +113,14 @@ class Choice:
         try:
             if not isinstance(saved, Mapping):
                 raise TypeError("it is no dict")
+            exchange = saved["exchange"]
+            if not any(same(exchange, known) for known in (None, FLAT, TWO_LEVEL)):
+                raise ValueError(
+                    f"exchange {shown(exchange)} is neither {FLAT!r} nor {TWO_LEVEL!r}"
+                )
             return cls(
                 codec=parse_codec(saved["codec"]),
-                exchange=_exchange(saved["exchange"]),
+                exchange=exchange,
                 made=bool(_count(saved["made"])),
                 reason="restored from a checkpoint",
                 step=_count(saved["step"]),
@@ -189,7 +187,7 @@ class Chooser:
         running = self._running
         device = running.transport.device
         every = candidates(running.config, self._exchanges)
-        self._trial = Trial(every, clock_of(device), self._slowest)
+        self._trial = Trial(every, Clock(device), self._slowest)
         self._before = self._current(every) if self.choice.made else None
         self._go_on(hook, step)
 
@@ -237,14 +235,14 @@ class Chooser:
             if not running.delivers:
                 running.switch(hook, running.config.codec, step, delivers=True)
                 self._delivered_since = step
-                self._note(step, "delivers what was withheld, before the next candidate")
+                self._note(step, "delivers residuals, before the next candidate")
                 return False
             left = int(self._slowest([running.undelivered()])[0])
             if left and step - self._delivered_since < _DELIVERING_STEPS:
                 return False
             if left:
                 raise StateError(
-                    f"what is withheld of {left} parameters could not be delivered in "
+                    f"the residuals of {left} parameters could not be delivered in "
                     f"{_DELIVERING_STEPS} steps, which did not use them, or were not finite"
                 )
         self._switch(hook, step, codec, exchange)

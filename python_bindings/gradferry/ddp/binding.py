@@ -116,9 +116,7 @@ def bind(
         return _build(running, model, native=native)
 
     binding = start(model.group, model.device, propose_here, build, purpose="come to attach")
-    running = binding.running
-    name = f"gradferry:{running.codec_asked_for}" if native else None
-    register(model, binding.hook, watch_use=_must_watch_use(running), name=name)
+    _register(model, binding, native=native)
     binding.watch.start()
     model.ddp.no_sync = binding.watch.no_sync  # type: ignore[method-assign]
     return binding
@@ -142,48 +140,38 @@ def _build(running: Running, model: Model, *, native: bool) -> Binding:
     return Binding(running, hook, chooser, model.reference, handover, watch)
 
 
-def _must_watch_use(running: Running) -> bool:
-    """Whether the engine must know which parameters this rank used."""
-    return (
-        running.finds_unused_parameters
-        and running.transport.device.type == "cpu"
-        and not running.config.passes_through
-    )
-
-
-def register(model: Model, hook: _native.BucketHook, *, watch_use: bool, name: str | None) -> None:
+def _register(model: Model, binding: Binding, *, native: bool) -> None:
     """Registers the hook, and guards the model against what would lose it, while both exist.
 
     Args:
         model: has no communication hook yet.
-        hook: what DDP's hooks call.
-        watch_use: whether the hook learns of every bucket which parameters this rank used.
-        name: registers the native hook, under this name in DDP's logs. None: the user registers
-            one of the standard signature.
+        binding: with the hook that DDP's hooks call.
+        native: registers the native hook; else the user registers one of the standard signature.
     """
-    ddp = model.ddp
-    _guard(ddp, takes_hook=name is None)
-    if watch_use:
+    ddp, hook, running = model.ddp, binding.hook, binding.running
+    _guard(ddp, takes_hook=not native)
+    # The engine must know of every bucket which parameters this rank used.
+    on_host = running.transport.on_host and not running.config.passes_through
+    if running.finds_unused_parameters and on_host:
         hook.watch_use([parameter for _, parameter in model.named], ddp.reducer)
     if leaves_out_buckets(ddp):
         hook.end_steps_with_passes()
-    if name is not None:
+    if native:
         # Last: DDP takes a hook for life, so no rank may have one when another has failed.
         hook.attach(ddp.reducer)
         if ddp.logger is not None:
-            ddp.logger._set_comm_hook_name(name)
+            ddp.logger._set_comm_hook_name(f"gradferry:{running.codec_asked_for}")
 
 
 def _guard(ddp: DistributedDataParallel, *, takes_hook: bool) -> None:
+    weak = weakref.ref(ddp)  # with a reference cycle, only the garbage collector would free it
     ddp._update_process_group = _refuse_new_group  # type: ignore[method-assign]
     ddp.register_comm_hook = functools.partial(  # type: ignore[method-assign]
-        _register_comm_hook, weakref.ref(ddp), takes_hook
+        _register_comm_hook, weak, takes_hook
     )
-    ddp.join_hook = JoinHook(ddp)  # type: ignore[method-assign]
+    ddp.join_hook = functools.partial(_join_hook, weak)  # type: ignore[method-assign]
     # What copy and pickle ask for; DDP rebuilds its reducer from it, which then has no hook.
-    ddp.__getstate__ = functools.partial(  # type: ignore[method-assign]
-        _state_without_hook, weakref.ref(ddp)
-    )
+    ddp.__getstate__ = functools.partial(_state_without_hook, weak)  # type: ignore[method-assign]
 
 
 def _state_without_hook(model: weakref.ref[DistributedDataParallel]) -> dict[str, Any]:
@@ -220,27 +208,20 @@ def _refuse_new_group(*_: object) -> None:
     )
 
 
-class JoinHook:
-    """Replaces the method `join_hook` of one DistributedDataParallel.
+def _join_hook(model: weakref.ref[DistributedDataParallel], **arguments: Any) -> TorchJoinHook:
+    """Replaces the method of that name of one DistributedDataParallel.
 
     DDP does not tell a communication hook how many ranks still have input, so the hook cannot
     average over those ranks alone. Every rank enters `join()` with the same arguments, so all ranks
     raise the error.
     """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        # Weak: with a reference cycle, only the garbage collector would free the model.
-        self._ddp = weakref.ref(ddp)
-
-    def __call__(self, **arguments: Any) -> TorchJoinHook:
-        """Raises ConfigError for ``divide_by_initial_world_size=False``."""
-        if not arguments.get("divide_by_initial_world_size", True):
-            raise ConfigError(
-                "join(divide_by_initial_world_size=False) does not go with gradferry: DDP does not "
-                "tell communication hooks how many ranks still have input; leave it out, and scale "
-                "the loss if the last steps matter"
-            )
-        ddp = self._ddp()
-        assert ddp is not None
-        hook: TorchJoinHook = type(ddp).join_hook(ddp, **arguments)  # type: ignore[no-untyped-call]
-        return hook
+    if not arguments.get("divide_by_initial_world_size", True):
+        raise ConfigError(
+            "join(divide_by_initial_world_size=False) does not go with gradferry: DDP does not "
+            "tell communication hooks how many ranks still have input; leave it out, and scale "
+            "the loss if the last steps matter"
+        )
+    ddp = model()
+    assert ddp is not None  # its attribute is being called
+    hook: TorchJoinHook = type(ddp).join_hook(ddp, **arguments)  # type: ignore[no-untyped-call]
+    return hook

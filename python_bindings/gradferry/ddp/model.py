@@ -82,8 +82,7 @@ class Model:
             raise self._failure
         _check_hookable(self.ddp)
         self.apart = _check_parameters(self.ddp, self.named)
-        _check_places(self.ddp, self.named)
-        _check_memory_formats(self.ddp, self.named)
+        _check_buckets(self.ddp, self.named)
         _check_options(self.ddp, config, self.device)
 
 
@@ -220,21 +219,18 @@ def _check_parameters(ddp: DistributedDataParallel, named: Named) -> frozenset[s
     return frozenset(apart)
 
 
-def _check_places(ddp: DistributedDataParallel, named: Named) -> None:
-    moved = _native.moved_since_buckets_were_made(ddp.reducer)
+def _check_buckets(ddp: DistributedDataParallel, named: Named) -> None:
+    """Compares where and how parameters lie with what they did when DDP made its buckets."""
+    moved = {id(each) for each in _native.moved_since_buckets_were_made(ddp.reducer)}
+    reordered = {id(each) for each in _native.reordered_since_buckets_were_made(ddp.reducer)}
     for name, parameter in named:
-        if any(parameter is other for other in moved):
+        if id(parameter) in moved:
             raise ConfigError(
                 f"parameter {name!r} has moved to {parameter.device} since this "
                 "DistributedDataParallel was built, which still expects its gradient where it was: "
                 "move the whole model first, then wrap it"
             )
-
-
-def _check_memory_formats(ddp: DistributedDataParallel, named: Named) -> None:
-    reordered = _native.reordered_since_buckets_were_made(ddp.reducer)
-    for name, parameter in named:
-        if any(parameter is other for other in reordered):
+        if id(parameter) in reordered:
             raise ConfigError(
                 f"the memory format of parameter {name!r} has changed since this "
                 "DistributedDataParallel was built, which would mix up its gradient (without a "
@@ -258,13 +254,8 @@ def _check_options(ddp: DistributedDataParallel, config: Config, device: torch.d
                     f"momentum= cannot handle sparse gradients, which {name!r} has; build it with "
                     "sparse=False, or leave out momentum"
                 )
-    if device.type != "cpu":
-        _check_device(ddp, config, device)
-
-
-def _check_device(ddp: DistributedDataParallel, config: Config, device: torch.device) -> None:
-    """Raises ConfigError for what gradients on a device other than the CPU do not support."""
-    if ddp.find_unused_parameters and not ddp.gradient_as_bucket_view and not config.passes_through:
+    on_device = device.type != "cpu" and not config.passes_through
+    if on_device and ddp.find_unused_parameters and not ddp.gradient_as_bucket_view:
         raise ConfigError(
             f"find_unused_parameters=True on {device.type!r} needs gradient_as_bucket_view=True in "
             "this version: without it DDP hands over the .grad of an earlier pass for a parameter "

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
 from gradferry.averaging import save_load
 from gradferry.averaging.advice import warn_about_rules, watch_optimizer
-from gradferry.averaging.description import as_asked, describe
+from gradferry.averaging.description import describe
 from gradferry.averaging.handle import Averaging
-from gradferry.averaging.momentum import DeliveredMomentum
 from gradferry.averaging.running import Running
 from gradferry.core.agreement import Record, on_all_ranks
 from gradferry.core.config import make_config
@@ -22,7 +20,7 @@ from gradferry.core.warn import warn
 from gradferry.ddp.auto import Choice, Chooser
 from gradferry.ddp.binding import Binding, bind
 from gradferry.errors import ConfigError, StateError
-from gradferry.residuals.saved_state import SavedState, withheld_in
+from gradferry.residuals.saved_state import holds_residuals
 
 _HOW_TO_BIND = (
     "pass the DistributedDataParallel to HookState(codec, ddp), or call state.bind(ddp) before the "
@@ -110,7 +108,7 @@ class HookState(Averaging):
     def _choice(self) -> dict[str, Any]:
         bound = self._bound()
         if bound.chooser is None:
-            return as_asked(bound.running)
+            return super()._choice()
         return {**bound.chooser.choice.shown(), "exchange": bound.running.exchange.name}
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,14 +120,17 @@ class HookState(Averaging):
 
         Returns:
             A dict of numbers and strings, equal on all ranks, and ``slot_<rank>``: a dict of this
-            rank's residuals (fp32) and the ids of the tiles it owns (int64), one-dimensional
-            tensors on the CPU. With two levels also ``nodes`` (JSON text), and in the slot the
-            ids of the tiles that the rank sums for its node, whose worker residuals it has.
+            rank's residuals (fp32) and the ids of their tiles (int64), one-dimensional tensors on
+            the CPU: of the tiles that it owns, and of those that it sums for its node.
 
         Raises:
             StateError: the state is not bound, failed, or is in the middle of a step.
         """
-        return _save(self._bound())
+        bound = self._bound()
+        state = save_load.save(bound.running, bound.hook.finished_steps())
+        if bound.chooser is not None:
+            state["choice"] = bound.chooser.choice.saved()
+        return {**bound.passed_on, **state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
         """Restores what `state_dict` returned. Call it on every rank. With ``"auto"`` it also
@@ -148,8 +149,8 @@ class HookState(Averaging):
                 rank the owner residuals of the tiles it owns now (with ``topk`` in momentum mode,
                 to and from a world of one, scaled to deliver the same momentum). A world of one
                 adds the residuals to its next gradient. ``"fold"`` needs what this rank itself
-                saved, in the flat exchange: its worker residual takes up all that it has withheld,
-                in units of the new number of ranks; what ranks that are gone have withheld is lost.
+                saved, in the flat exchange: its worker residual takes up both, in units of the new
+                number of ranks; the residuals of ranks that are gone are lost.
                 ``"drop"`` begins without residuals (and without momentum); parameters may have
                 other names then.
 
@@ -196,65 +197,6 @@ def bound_to(state: object) -> Binding:
     return state._bound()
 
 
-class KeptMomentum(DeliveredMomentum):
-    """The interface of a hook to `gradferry.optim.OneBitAdam`. Use `momentum_of` to get one."""
-
-    def __init__(self, binding: Binding) -> None:
-        super().__init__(binding.running)
-        self._handover = binding.handover
-
-    def hold(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Notes that an optimizer holds the momentum of these parameters until the handover."""
-        if self._handover is not None:
-            index = self._running.index
-            self._handover.hold(index[parameter] for parameter in parameters)
-
-    def hand_over(self, parameter: torch.Tensor, momentum: torch.Tensor, factor: float) -> None:
-        """Gives a parameter's momentum to the hook, which delivers it over the next steps.
-
-        Args:
-            parameter: of the model.
-            momentum: tensor of its shape, on its device, without a loss scale.
-            factor: multiplies the momentum: its decay until the next step.
-
-        Raises:
-            StateError: the hook is in the middle of a step, or failed before.
-        """
-        running = self._running
-        if running.engine is None:
-            return
-        number = running.index[parameter]
-        layout = running.parameters[number]
-        laid_out = torch.empty_strided(
-            layout.shape, layout.strides, dtype=parameter.dtype, device=parameter.device
-        ).copy_(momentum)
-        real = torch.view_as_real(laid_out) if laid_out.is_complex() else laid_out
-        flat = real.as_strided((real.numel(),), (1,))
-        exchanges = running.transport.exchanges
-        share = running.config.momentum_share(layout.codec) if exchanges else 1.0
-        running.engine.add_to_worker_residual(number, flat, factor * share)
-        if self._handover is not None:
-            self._handover.hand_over(number)
-
-
-def momentum_of(state: object) -> KeptMomentum:
-    """Access to the momentum in the hook of `state`, for an optimizer that hands over its own.
-
-    Raises:
-        ConfigError: it is no HookState.
-        StateError: it is not bound.
-    """
-    return KeptMomentum(bound_to(state))
-
-
-def _save(bound: Binding) -> SavedState:
-    """See `HookState.state_dict`."""
-    state = save_load.save(bound.running, bound.hook.finished_steps())
-    if bound.chooser is not None:
-        state["choice"] = bound.chooser.choice.saved()
-    return {**bound.passed_on, **state}
-
-
 def _load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
     """See `HookState.load_state_dict`."""
     if bound.chooser is not None:
@@ -280,7 +222,7 @@ def _restore_choice(
         nonlocal choice
         save_load.check(running, saved, on_resize)
         # Where nothing chose, the measurement begins after loading.
-        if "choice" in saved or (saved["world_size"] > 1 and withheld_in(saved)):
+        if "choice" in saved or (saved["world_size"] > 1 and holds_residuals(saved)):
             choice = Choice.restored(saved.get("choice"))
         return {"choice": choice.saved(), "steps": saved["steps"]}
 

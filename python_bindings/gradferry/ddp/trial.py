@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -208,50 +208,34 @@ class Trial:
             self._waiting = [each.candidate for each in rivals if each.interval.low <= slowest]
 
 
-class Clock(Protocol):
-    """Marks instants, and tells the time between two of them."""
-
-    def mark(self) -> Any:
-        """This instant; on a device, of its current stream."""
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """From one mark to a later one. Waits until the device is there."""
-
-    def wait(self) -> None:
-        """Waits until the device has done what its current stream holds."""
-
-
-class HostClock:
-    """The clock of the processor."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
-
-    def wait(self) -> None:
-        """The host does one thing after another."""
-
-
-class DeviceClock:
-    """The clock of a device, by events in its current stream."""
+class Clock:
+    """Marks instants and tells the time between two of them: by events in the current stream of the
+    device that computes, or by the processor's clock.
+    """
 
     def __init__(self, place: torch.device) -> None:
         self._place = place
 
-    def mark(self) -> torch.Event:
+    def mark(self) -> Any:
+        """This instant; on a device, of its current stream."""
+        if self._place.type == "cpu":
+            return time.perf_counter()
         event = torch.Event(self._place, enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, begin: torch.Event, end: torch.Event) -> float:
+    def seconds(self, begin: Any, end: Any) -> float:
+        """From one mark to a later one. Waits until the device is there."""
+        if self._place.type == "cpu":
+            return float(end - begin)
         begin.synchronize()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
     def wait(self) -> None:
-        self.mark().synchronize()
+        """Waits until the device has done what its current stream holds."""
+        if self._place.type != "cpu":
+            self.mark().synchronize()
 
 
 def computing_on(place: torch.device) -> AbstractContextManager[object]:
@@ -259,8 +243,3 @@ def computing_on(place: torch.device) -> AbstractContextManager[object]:
     if place.type == "cpu":
         return nullcontext()
     return torch.accelerator.device_index(place.index)
-
-
-def clock_of(place: torch.device) -> Clock:
-    """The clock of what computes on a device."""
-    return HostClock() if place.type == "cpu" else DeviceClock(place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,7 +19,6 @@ from gradferry.core.agreement import rendezvous_place
 from gradferry.core.rendezvous import meet, timeout_of
 from gradferry.errors import GradferryError, PeerError
 from gradferry.fsdp.hooks import InOwnMemory, ModuleHook, ReduceScatterHook
-from gradferry.fsdp.model import ShardedModule
 
 Result = TypeVar("Result")
 
@@ -90,6 +90,7 @@ class Gathers:
         Variable._execution_engine.queue_callback(self.settle)
 
 
+@dataclass(eq=False)
 class GatherHook(InOwnMemory, ModuleHook):
     """Gathers the parameters of all ranks. What ``set_custom_all_gather`` takes.
 
@@ -97,39 +98,28 @@ class GatherHook(InOwnMemory, ModuleHook):
     same parameters. FSDP2 hands over a copy of this rank's: the parameters themselves do not
     change.
 
-    Args:
-        running: with its engine started.
-        module: whose parameters are gathered.
-        number: of that module.
-        calls: of the engine; None without one.
+    Attributes:
         gathers: of the model.
         first: number of the module's first parameter, as the engine counts.
     """
 
-    def __init__(
-        self,
-        running: Running,
-        module: ShardedModule,
-        number: int,
-        calls: _native.AllReducer | None,
-        gathers: Gathers,
-        first: int,
-    ) -> None:
-        super().__init__(running, module, number, calls)
-        self._gathers = gathers
-        size = len(module.gathered) * running.world_size
-        self._indices = list(range(first, first + size))
-        self._own_elements = sum(shard.size.numel() for shard in module.gathered)
+    gathers: Gathers
+    first: int
+
+    def __post_init__(self) -> None:
+        size = len(self.module.gathered) * self.running.world_size
+        self._indices = list(range(self.first, self.first + size))
+        self._own_elements = sum(shard.size.numel() for shard in self.module.gathered)
         self._kept: object = None  # of which parameters is what was gathered last, if it is kept
 
     def set(self) -> None:
-        self._default = self._module.replace_all_gather(self)
-        reduces = isinstance(self._module.reduce_scatter, ReduceScatterHook)
-        if self._running.transport.on_host and not reduces:
-            self._module.wrap_reduce_scatter(lambda comm: Settled(comm, self._gathers))
+        self._default = self.module.replace_all_gather(self)
+        reduces = isinstance(self.module.reduce_scatter, ReduceScatterHook)
+        if self.running.transport.on_host and not reduces:
+            self.module.wrap_reduce_scatter(lambda comm: Settled(comm, self.gathers))
 
     def is_set(self) -> bool:
-        return self._module.all_gather is self
+        return self.module.all_gather is self
 
     def __call__(
         self,
@@ -150,12 +140,12 @@ class GatherHook(InOwnMemory, ModuleHook):
             What FSDP2 waits for before it uses the parameters; None: the current stream does.
         """
         self.count += 1
-        engine = self._running.engine
-        if engine is None or self._gathers.exact or self._module.gathers_again:
-            if not self._module.gathers_again:
+        engine = self.running.engine
+        if engine is None or self.gathers.exact or self.module.gathers_again:
+            if not self.module.gathers_again:
                 self._kept = None
             self.passed += 1
-            self._gathers.settle()  # a rank that has found an error does not come to this
+            self.gathers.settle()  # a rank that has found an error does not come to this
             work: dist.Work | None = self._default(
                 output_tensor=output_tensor,
                 input_tensor=input_tensor,
@@ -163,12 +153,12 @@ class GatherHook(InOwnMemory, ModuleHook):
                 async_op=async_op,
             )
             return work
-        self._gathers.end_others_after(lambda: self._expect_unchanged(input_tensor, group))
-        keeps, backward = self._running.config.keep_gathered, _in_backward()
+        self.gathers.end_others_after(lambda: self._expect_unchanged(input_tensor, group))
+        keeps, backward = self.running.config.keep_gathered, _in_backward()
         content = self._content(input_tensor) if keeps else None
         if backward and keeps and self._kept == content:
             answer = functools.partial(engine.decode_kept, self._indices, output_tensor)
-            if self._gathers.end_others_after(answer):
+            if self.gathers.end_others_after(answer):
                 return None
         self._kept = content
         return self._gather(output_tensor, input_tensor, backward=backward)
@@ -178,27 +168,27 @@ class GatherHook(InOwnMemory, ModuleHook):
         them since, such as an evaluation of averaged weights between a forward and its backward
         pass. On a device, whose host must not wait, what torch notes of it.
         """
-        if self._running.transport.on_host:
+        if self.running.transport.on_host:
             return _native.parameter_hashes([input_tensor])
-        return self._module.fingerprint()
+        return self.module.fingerprint()
 
     def _gather(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *, backward: bool
     ) -> dist.Work | None:
-        own = output_tensor.view(self._running.world_size, -1)[self._running.rank]
+        own = output_tensor.view(self.running.world_size, -1)[self.running.rank]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
         if backward:
-            self._gathers.note_backward()
-        assert self._calls is not None
-        pending = self._calls.start([(self._indices, output_tensor)], in_background=False)
-        if self._running.transport.on_host:
-            return _Gathering(pending, self._gathers)
-        self._gathers.end_others_after(pending.wait)
+            self.gathers.note_backward()
+        assert self.calls is not None
+        pending = self.calls.start([(self._indices, output_tensor)], in_background=False)
+        if self.running.transport.on_host:
+            return _Gathering(pending, self.gathers)
+        self.gathers.end_others_after(pending.wait)
         return None
 
     def _expect_unchanged(self, given: torch.Tensor, group: dist.ProcessGroup) -> None:
-        running, name = self._running, self._module.name
+        running, name = self.running, self.module.name
         if group.group_name != running.group_name:
             self._fail(
                 f"{name!r} is gathered in process group {group.group_name!r}, and was sharded over "

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -124,33 +125,25 @@ class InOwnMemory:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
+@dataclass(eq=False)
 class ModuleHook(ABC):
     """Hands what FSDP2 exchanges of one module to the engine of all modules.
 
-    Args:
+    Attributes:
         running: with its engine started.
         module: of which it is.
         number: of that module.
         calls: of the engine; None without one.
-
-    Attributes:
         count: of calls.
         passed: how many took the backend's own collective.
     """
 
-    def __init__(
-        self,
-        running: Running,
-        module: ShardedModule,
-        number: int,
-        calls: _native.AllReducer | None,
-    ) -> None:
-        self._running = running
-        self._module = module
-        self._number = number
-        self._calls = calls
-        self.count = 0
-        self.passed = 0
+    running: Running
+    module: ShardedModule
+    number: int
+    calls: _native.AllReducer | None
+    count: int = field(default=0, init=False)
+    passed: int = field(default=0, init=False)
 
     @abstractmethod
     def set(self) -> None:
@@ -161,36 +154,23 @@ class ModuleHook(ABC):
         """Whether FSDP2 still calls it."""
 
     def _fail(self, message: str) -> NoReturn:
-        fail(self._running, message)
+        fail(self.running, message)
 
 
+@dataclass(eq=False)
 class GradientHook(ModuleHook):
     """Averages the gradients of one module.
 
-    Args:
-        running, module, number, calls: as of a `ModuleHook`.
+    Attributes:
         passes: of the model.
     """
 
-    def __init__(
-        self,
-        running: Running,
-        module: ShardedModule,
-        number: int,
-        calls: _native.AllReducer | None,
-        passes: Passes,
-    ) -> None:
-        super().__init__(running, module, number, calls)
-        self._passes = passes
+    passes: Passes
 
     @staticmethod
     def num_parts(world_size: int) -> int:
         """The number of parts of every parameter in what FSDP2 hands over."""
         return 1
-
-    def end_broken_pass(self) -> None:
-        """See `Passes.end_broken`."""
-        self._passes.end_broken()
 
     def _average(self, gradient: torch.Tensor) -> bool:
         """Averages the gradients in place, on the current stream.
@@ -205,38 +185,38 @@ class GradientHook(ModuleHook):
             GradferryError: as `gradferry.fsdp.attach` says; it has ended the hooks of all ranks.
         """
         self.count += 1
-        engine = self._running.engine
-        if change := self._module.change():
+        engine = self.running.engine
+        if change := self.module.change():
             self._fail(
-                f"{change} in {self._module.name!r} since attach; attach after the last change to "
+                f"{change} in {self.module.name!r} since attach; attach after the last change to "
                 "the model, before the first backward pass"
             )
         if engine is None:
             self.passed += 1
             return False
-        self._passes.note(self._number, engine)
-        indices = self._passes.indices(self._number)
-        expected = self._module.shards[0].dtype
+        self.passes.note(self.number, engine)
+        indices = self.passes.indices(self.number)
+        expected = self.module.shards[0].dtype
         if gradient.dtype != expected:
             self._fail(
-                f"the gradients of {self._module.name!r} are reduced in {gradient.dtype}, and at "
+                f"the gradients of {self.module.name!r} are reduced in {gradient.dtype}, and at "
                 f"attach it was to be {expected}; attach after the last change to the mixed "
                 "precision policy, to dtypes of parameters and to their grad_dtype"
             )
-        parts = self.num_parts(self._running.world_size)
-        if gradient.numel() != parts * self._module.num_elements:
+        parts = self.num_parts(self.running.world_size)
+        if gradient.numel() != parts * self.module.num_elements:
             self._note_part(indices, engine)
             return False
-        assert self._calls is not None
+        assert self.calls is not None
         real = torch.view_as_real(gradient).view(-1) if gradient.is_complex() else gradient
-        self._calls.start([(indices, real)], in_background=False).wait()
+        self.calls.start([(indices, real)], in_background=False).wait()
         return True
 
     def _note_part(self, indices: Sequence[int], engine: _native.BucketEngine) -> None:
         """Some parameters have no gradient, and what came does not say which."""
         engine.expect_alive()
-        if self._running.config.needs_every_bucket:
-            self._fail(f"some parameters of {self._module.name!r} have no gradient, {_NEEDS_ALL}")
+        if self.running.config.needs_every_bucket:
+            self._fail(f"some parameters of {self.module.name!r} have no gradient, {_NEEDS_ALL}")
         self.passed += 1
         engine.note_passed(indices)
 
@@ -244,10 +224,10 @@ class GradientHook(ModuleHook):
         """After the first of the backend's own collectives: all ranks are in it, and none may wait
         for one that the warning has stopped.
         """
-        if self._running.engine is not None and self.passed == 1:
+        if self.running.engine is not None and self.passed == 1:
             warn_or_end(
-                self._running,
-                f"some parameters of {self._module.name!r} have no gradient: in such passes its "
+                self.running,
+                f"some parameters of {self.module.name!r} have no gradient: in such passes its "
                 "gradients are sent uncompressed. model.set_reduce_scatter_unused_params(True) "
                 "reduces zeros for them, where this torch has it",
             )
@@ -262,10 +242,10 @@ class ReplicaHook(GradientHook):
     """Averages over replicas. What ``set_all_reduce_hook`` takes."""
 
     def set(self) -> None:
-        self._module.all_reduce_hook = self
+        self.module.all_reduce_hook = self
 
     def is_set(self) -> bool:
-        return self._module.all_reduce_hook is self
+        return self.module.all_reduce_hook is self
 
     def __call__(self, reduce_output: torch.Tensor) -> None:
         """Replaces this rank's shards by their average.
@@ -273,18 +253,18 @@ class ReplicaHook(GradientHook):
         Args:
             reduce_output: what the reduce-scatter gave.
         """
-        if not self._module.requires_all_reduce:
+        if not self.module.requires_all_reduce:
             self._fail(
-                f"set_requires_all_reduce(False) on {self._module.name!r}: FSDP2 does not ask for "
+                f"set_requires_all_reduce(False) on {self.module.name!r}: FSDP2 does not ask for "
                 "it where a hook averages over replicas, so that gradients would be averaged in "
                 "every pass; use set_requires_gradient_sync(False) to accumulate them"
             )
         if not self._average(reduce_output):
-            reduce_output.div_(self._running.world_size)
-            dist.all_reduce(reduce_output, group=self._running.group)
+            reduce_output.div_(self.running.world_size)
+            dist.all_reduce(reduce_output, group=self.running.group)
             self._warn_of_parts()
-        if self._module.sums:
-            reduce_output.mul_(self._running.world_size)
+        if self.module.sums:
+            reduce_output.mul_(self.running.world_size)
 
 
 class ReduceScatterHook(InOwnMemory, GradientHook):
@@ -297,11 +277,11 @@ class ReduceScatterHook(InOwnMemory, GradientHook):
     settle: Callable[[], None] = staticmethod(lambda: None)
 
     def set(self) -> None:
-        self._module.reduce_scatter = self
-        self._group_name = self._module.reduce_scatter_group
+        self.module.reduce_scatter = self
+        self._group_name = self.module.reduce_scatter_group
 
     def is_set(self) -> bool:
-        return self._module.reduce_scatter is self
+        return self.module.reduce_scatter is self
 
     @staticmethod
     def num_parts(world_size: int) -> int:
@@ -325,19 +305,19 @@ class ReduceScatterHook(InOwnMemory, GradientHook):
             async_op: not with a codec, since FSDP2 never asks for it.
         """
         self.settle()
-        if self._running.engine is not None and group.group_name != self._group_name:
+        if self.running.engine is not None and group.group_name != self._group_name:
             self._fail(
-                f"{self._module.name!r} is reduced in process group {group.group_name!r}, and at "
+                f"{self.module.name!r} is reduced in process group {group.group_name!r}, and at "
                 f"attach in {self._group_name!r}; attach after the last change to its groups"
             )
         averages = op == dist.ReduceOp.AVG
-        if self._running.engine is not None and (
+        if self.running.engine is not None and (
             async_op or not (averages or op == dist.ReduceOp.SUM)
         ):
             is_named = isinstance(op, dist.ReduceOp.RedOpType)
             named = str(op) if is_named else "a sum that the backend multiplies by a factor"
             self._fail(
-                f"{self._module.name!r} is to be reduced by {named}, async_op={async_op}; with a "
+                f"{self.module.name!r} is to be reduced by {named}, async_op={async_op}; with a "
                 "codec only sums and averages are: call set_force_sum_reduction_for_comms(True) "
                 "beside set_gradient_divide_factor()"
             )
@@ -347,8 +327,8 @@ class ReduceScatterHook(InOwnMemory, GradientHook):
             )
             self._warn_of_parts()
             return work
-        size, rank = output_tensor.numel(), self._running.rank
+        size, rank = output_tensor.numel(), self.running.rank
         output_tensor.copy_(input_tensor[rank * size : (rank + 1) * size])
         if not averages:
-            output_tensor.mul_(self._running.world_size)
+            output_tensor.mul_(self.running.world_size)
         return None

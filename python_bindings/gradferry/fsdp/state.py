@@ -100,9 +100,6 @@ class ShardedState(Averaging):
     def _passed_steps(self) -> int:
         return synced_passes(self._first.hooks)
 
-    def _choice(self) -> dict[str, Any]:
-        return as_asked(self._running)
-
     def _ring_bytes(self) -> float:
         runnings = [each.running for each in self._attached]
         return sum(each.ring_share * float(each.stats()["gradient_bytes"]) for each in runnings)
@@ -218,7 +215,7 @@ class ShardedState(Averaging):
     def _end_broken_pass(self) -> None:
         for hook in (hook for each in self._attached for hook in each.hooks[:1]):
             if isinstance(hook, GradientHook):
-                hook.end_broken_pass()
+                hook.passes.end_broken()
 
     def _saved(self) -> dict[str, Attached]:
         """The exchanges that have a state, by its key."""
@@ -231,13 +228,13 @@ class ShardedState(Averaging):
             state_dict: what this rank saved, or the states of all ranks, merged by
                 `gradferry.checkpoint.merge`.
             on_resize: as for `HookState.load_state_dict`, for another number of replicas. With
-                another number of shards what is withheld of a shard has no place: ``"drop"`` loses
-                it, and where nothing is withheld, as by default, nothing is lost.
+                another number of shards the residuals of a shard have no place: ``"drop"`` loses
+                them, and where there are none, as by default, nothing is lost.
 
         Raises:
             ConfigError: another ``on_resize``.
             StateError: as for `HookState.load_state_dict`, or the state is of other shards that
-                withhold something. Nothing was changed.
+                have residuals. Nothing was changed.
         """
         found = {part: self._states_of(part, state_dict) for part in self._saved()}
         self._end_broken_pass()

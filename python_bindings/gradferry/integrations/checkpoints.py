@@ -140,7 +140,7 @@ def _read(folder: Path, state: HookState, on_resize: str) -> dict[str, Any]:
         if on_resize == "fold" and isinstance(slot := saved.get("slot_0"), dict):
             # What rank 0 has withheld is its own.
             saved = {**saved, "slot_0": {name: value[:0] for name, value in slot.items()}}
-    if on_resize == "mean" and _ranks_of(saved) != (state.world_size, _nodes(state)):
+    if on_resize == "mean" and saved.get("nodes") != json.dumps(state.nodes.members):
         saved = checkpoint.merge(map(_of_hook, checkpoint.load_all(folder)))
     return saved
 
@@ -150,14 +150,6 @@ def _of_hook(content: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(saved, dict):
         raise StateError(f"it was not saved by an integration of gradferry: it has no {_KEY!r}")
     return saved
-
-
-def _ranks_of(saved: dict[str, Any]) -> tuple[Any, Any]:
-    return saved.get("world_size"), saved.get("nodes")
-
-
-def _nodes(state: HookState) -> str | None:
-    return None if state.nodes.is_flat else json.dumps(state.nodes.members)
 
 
 def _place(group: dist.ProcessGroup) -> torch.device:

@@ -28,17 +28,12 @@ from gradferry.residuals.tiles import (
     ids,
     rescale,
     resize,
-    with_worker_tiles,
     zero_residual,
 )
 
-# FLAT_FORMAT is the flat exchange's, in which every rank has a worker residual of all tiles. FORMAT
-# is for nodes of several ranks, where a slot lists the tiles of its worker residual. Not one for
-# both: torch.distributed.checkpoint could then load no older checkpoint, which lacks those keys.
-FLAT_FORMAT = 2
 FORMAT = 3
 LAYOUT = "layout"  # of every parameter, as JSON text
-NODES = "nodes"  # ranks by node, as JSON text; only with nodes of several ranks
+NODES = "nodes"  # ranks by node, as JSON text
 # For how many steps residuals hold what is missing of gradients, before they hold momentum. Always
 # there: torch.distributed.checkpoint loads the keys that the new hook has.
 COMPRESSED_WARMUP = "compressed_warmup"
@@ -55,13 +50,13 @@ SavedState = dict[str, Any]
 @dataclass(frozen=True)
 class Residuals:
     """The residuals of one rank, one-dimensional fp32 tensors on the CPU. Both of no elements:
-    nothing is withheld.
+    there are none.
 
     Attributes:
         steps: finished.
         worker: worker residual.
         owner: owner residual.
-        loss_scale: of the gradients they were withheld from; 0.0: zero residuals without units.
+        loss_scale: of the gradients they remained of; 0.0: zero residuals without units.
     """
 
     steps: int
@@ -76,8 +71,8 @@ def pack(
     """The state of one rank.
 
     Args:
-        identity: the fields that must be equal where the state is loaded, ``world_size``, and with
-            nodes of several ranks ``nodes``.
+        identity: the fields that must be equal where the state is loaded, ``world_size`` and
+            ``nodes``.
         rank: that saves.
         mine: its residuals.
         tiles: of its layout.
@@ -86,16 +81,14 @@ def pack(
     def tiles_of(kind: Kind, residual: torch.Tensor) -> torch.Tensor:
         return held_tiles(tiles, kind) if residual.numel() else ids(())
 
-    slot = {"worker": mine.worker, "owner": mine.owner}
-    slot["owner_tiles"] = tiles_of("owner", mine.owner)
-    if NODES in identity:
-        slot["worker_tiles"] = tiles_of("worker", mine.worker)
+    held = {"worker": mine.worker, "owner": mine.owner}
+    ids_of = {f"{kind}_tiles": tiles_of(kind, held[kind]) for kind in KINDS}
     return {
-        "format": FORMAT if NODES in identity else FLAT_FORMAT,
+        "format": FORMAT,
         **identity,
         "steps": mine.steps,
         "loss_scale": mine.loss_scale,
-        f"slot_{rank}": slot,
+        f"slot_{rank}": {**held, **ids_of},
     }
 
 
@@ -193,8 +186,6 @@ def unpack(
                 f"slot_{missing} is missing; merge the states of all ranks first"
             )
         every = [slots[r] for r in range(saved_size)]
-        if NODES not in saved:
-            every = with_worker_tiles(every, tiles, held)
         worker, owner = resize(every, _members(saved), tiles, held)
         rescale(worker, owner, tiles, factors)
         if not (worker.any() or owner.any()):
@@ -210,9 +201,9 @@ def _folded(
     held: Held,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `fold`."""
-    if NODES in saved or NODES in identity:
+    if not (_is_flat(saved) and _is_flat(identity)):
         raise StateError(
-            "on_resize='fold' is for the flat exchange: ranks of a node withhold for each other; "
+            "on_resize='fold' is for the flat exchange: ranks of a node share residuals; "
             "load the merged states of all ranks with on_resize='mean'"
         )
     if len(slots) != 1:
@@ -220,9 +211,7 @@ def _folded(
             f"on_resize='fold' takes what this rank itself saved, and the state has "
             f"{_names(slots)}; load that, or the merged states of all ranks with on_resize='mean'"
         )
-    if saved["world_size"] >= 2**31:
-        raise StateError(f"the saved state has world_size {shown(saved['world_size'])}")
-    slot = with_worker_tiles(list(slots.values()), tiles, held)[0]
+    (slot,) = slots.values()
     return fold(slot, (saved["world_size"], identity["world_size"]), tiles, held)
 
 
@@ -257,13 +246,12 @@ def check_identity(
             f"the saved state is of type {type(saved).__name__}, not the dict that state_dict() "
             "returned"
         )
-    if not any(same(saved.get("format", FORMAT), known) for known in (FLAT_FORMAT, FORMAT)):
+    if not same(saved.get("format", FORMAT), FORMAT):
         raise StateError(
-            f"the saved state has format {shown(saved['format'])}, and this gradferry reads "
-            f"formats {FLAT_FORMAT} and {FORMAT}; load it with the version that saved it"
+            f"the saved state has format {shown(saved['format'])}, and this gradferry reads format "
+            f"{FORMAT}; load it with the version that saved it"
         )
-    needed = {"format", *identity, "steps", "loss_scale"} - {NODES}
-    needed |= {NODES} if saved.get("format") == FORMAT else set()
+    needed = {"format", *identity, NODES, "steps", "loss_scale"}
     missing = sorted(needed - set(saved))
     if missing:
         raise StateError(f"the saved state lacks {', '.join(missing)}; it is not a state_dict")
@@ -292,7 +280,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def withheld_in(saved: Mapping[str, Any]) -> bool:
+def holds_residuals(saved: Mapping[str, Any]) -> bool:
     """Whether residuals of a state hold something. Raises StateError where they are none."""
     slots = _slots(saved).values()
     return any(bool(slot[kind].any()) for slot in slots for kind in KINDS)
@@ -314,7 +302,7 @@ def holds_all_slots(saved: Mapping[str, Any]) -> bool:
 
 
 def _is_empty(slot: Slot) -> bool:
-    """Whether a rank that withheld nothing saved it, such as one without an engine."""
+    """Whether a rank without residuals saved it, such as one without an engine."""
     return all(value.numel() == 0 for value in slot.values())
 
 
@@ -367,9 +355,8 @@ def _slots(saved: Mapping[str, Any]) -> dict[int, Slot]:
             raise StateError(
                 f"the saved state has slot_{number}, though {shown(size)} ranks saved it"
             )
-        fields = {"worker": torch.float32, "owner": torch.float32, "owner_tiles": torch.int64}
-        if NODES in saved:
-            fields["worker_tiles"] = torch.int64
+        fields = {"worker": torch.float32, "owner": torch.float32}
+        fields |= {"worker_tiles": torch.int64, "owner_tiles": torch.int64}
         for field, dtype in fields.items():
             value = slot.get(field) if isinstance(slot, Mapping) else None
             name = f"the saved state's slot_{number}, {field},"
@@ -392,30 +379,30 @@ def _check_ranks(saved: Mapping[str, Any]) -> None:
         raise StateError(
             f"the saved state has world_size {shown(size)}, which is no number of ranks"
         )
-    if NODES not in saved:
-        return
-    good = saved["format"] == FORMAT
     try:
         members = _members(saved)
         ranks = [rank for node in members for rank in node]
-        good &= all(type(rank) is int for rank in ranks)
+        good = all(type(rank) is int for rank in ranks)
         good &= len(ranks) == size and sorted(ranks) == list(range(size))
-        good &= list(map(sorted, members)) == sorted(members) == members and len(members) < size
+        good &= list(map(sorted, members)) == sorted(members) == members and all(members)
     except (ValueError, TypeError, RecursionError):
         good = False
     if not good:
         raise StateError(
-            f"the saved state of format {shown(saved['format'])} has nodes {shown(saved[NODES])}, "
-            f"which do not say of {shown(size)} ranks which share a node; it was damaged"
+            f"the saved state has nodes {shown(saved[NODES])}, which do not say of {shown(size)} "
+            "ranks which share a node; it was damaged"
         )
 
 
 def _members(state: Mapping[str, Any]) -> list[list[int]]:
     """The ranks that a state or identity is of, by node."""
-    if NODES not in state:
-        return [[rank] for rank in range(state["world_size"])]
     members: list[list[int]] = json.loads(state[NODES])
     return members
+
+
+def _is_flat(state: Mapping[str, Any]) -> bool:
+    """Whether every rank is alone on its node."""
+    return len(_members(state)) == int(state["world_size"])
 
 
 def _what_differs(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
@@ -423,7 +410,7 @@ def _what_differs(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
     if they != we:
         return f"world_size {shown(they)}, this hook has {we}"
     theirs, ours = (
-        f"nodes {state[NODES]}" if NODES in state else "the flat exchange"
+        "the flat exchange" if _is_flat(state) else f"nodes {state[NODES]}"
         for state in (saved, identity)
     )
     return f"{theirs}, this hook has {ours}; attach with nodes= as it was saved"
@@ -432,8 +419,7 @@ def _what_differs(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
 def _expect_tiles(slot: Slot, rank: int, tiles: Sequence[Tile]) -> None:
     """Raises StateError unless the slot's residuals are of the tiles that this rank has."""
     for kind in KINDS:
-        saved = slot.get(f"{kind}_tiles")
-        if saved is not None and not torch.equal(saved, held_tiles(tiles, kind)):
+        if not torch.equal(slot[f"{kind}_tiles"], held_tiles(tiles, kind)):
             raise StateError(
                 f"the saved state's slot_{rank} has the {kind} residuals of other tiles than this "
                 "rank; it was damaged"

@@ -14,7 +14,6 @@ from gradferry.errors import StateError
 # In elements: tiles begin at its multiples.
 _BLOCK = _native.RESIDUAL_ALIGNMENT
 
-_OTHER_SIZE = "the saved worker residuals have another size than this hook's; they were damaged"
 _NO_TILES = "the saved state has residuals of tiles that have none in this model; it was damaged"
 
 Kind = Literal["worker", "owner"]  # of a residual
@@ -135,10 +134,10 @@ def fold(
     ranks have left or come: worker' = worker * W'/W + owner * W', owner' = 0.
 
     The next mean divides by W' instead of W, and receives the owner residual once. So it gets all
-    that this rank has withheld; what other ranks have is theirs.
+    that this rank has; what other ranks have is theirs.
 
     Args:
-        slot: of this rank, with ``"worker_tiles"``.
+        slot: of this rank.
         sizes: W and W', the ranks of the world that saved and of this one.
         tiles: of the layout of this rank.
         held: where it was saved.
@@ -163,30 +162,6 @@ def fold(
         )
     mine = collect(whole, tiles, "worker").float()
     return mine, zero_residual(len(places.blocks(held_tiles(tiles, "owner"))) * _BLOCK)
-
-
-def with_worker_tiles(slots: Sequence[Slot], tiles: Sequence[Tile], held: Held) -> list[Slot]:
-    """Slots of the flat exchange, with what they leave out: their worker residuals are of all
-    tiles that had one, or of none, where nothing was withheld.
-
-    Args:
-        slots: of all ranks that saved.
-        tiles: of the layout of this rank.
-        held: where it was saved.
-
-    Raises:
-        StateError: they are of neither, and not zero.
-    """
-    every = ids(tile.id for tile in tiles if held[tile.parameter][0])
-    size = len(_Places(tiles).blocks(every)) * _BLOCK
-    found = {slot["worker"].numel() for slot in slots}
-    if len(found) > 1:
-        raise StateError("the saved slots have worker residuals of different sizes; one is damaged")
-    if found == {size}:
-        return [{**slot, "worker_tiles": every} for slot in slots]
-    if any(slot["worker"].any() for slot in slots):
-        raise StateError(_OTHER_SIZE)
-    return [{**slot, "worker": zero_residual(0), "worker_tiles": ids(())} for slot in slots]
 
 
 def _mean_of_nodes(
