@@ -28,6 +28,7 @@ SOURCES = "benchmarks/gradferry_lab cmake hooks include kernels python_bindings 
 KERNELS, PACKAGE = "build/gpu/kernels", "build/gpu/package"
 CMAKE = "cmake -S . -G Ninja -DCMAKE_BUILD_TYPE=Release -DGRADFERRY_GPU_CHECK=ON -B"
 PROGRAM = f"{KERNELS}/tests/kernels/cuda/standalone/gradferry_gpu_check"
+AT_EDGES = "--gtest_filter=*StayInside*"
 TRAININGS = ("nccl 2, nccl 1, nccl 2 --abandon, nccl 2 --slow 7, nccl 1 --detail, nccl 1 --abandon "
              "--slow 7, nccl 4, gloo 2, gloo 2 --abandon, gloo 2 --slow 7, gloo 4")  # fmt: skip
 # By stage: how many steps run beside each other, and minutes and command of each.
@@ -46,11 +47,11 @@ STAGES = {
           for part in ("python", "tests")),
         "1 python -m gradferry info")),
     "check": (4, (
-        f"8 {PROGRAM}",
+        f"8 {PROGRAM} --gtest_brief=1",
         "8 python tests/kernels/cuda/run_device_tests.py",
         *(f"8 python tests/kernels/cuda/check_hook.py {words.replace(' ', ' --ranks ', 1)}"
           for words in TRAININGS.split(", ")),
-        *(f"8 compute-sanitizer --tool {tool} --error-exitcode 1 {PROGRAM} StayInside"
+        *(f"8 compute-sanitizer --tool {tool} --error-exitcode 1 {PROGRAM} {AT_EDGES}"
           for tool in ("memcheck", "racecheck", "initcheck")))),
     "measure": (1, tuple(
         f"6 python -m gradferry {words} --device cuda --json build/gpu/{file}.json"

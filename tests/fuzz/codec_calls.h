@@ -11,7 +11,7 @@
 #include "gradferry/codec.h"
 #include "gradferry/error.h"
 #include "tests/fuzz/target.h"
-#include "tests/kernels/codec_runner.h"
+#include "tests/kernels/codec_laws.h"
 #include "tests/kernels/inputs.h"
 #include "tests/kernels/option_sets.h"
 
@@ -19,7 +19,7 @@ namespace gradferry::fuzzing {
 
 using testing::Buffer;
 using testing::CallSetup;
-using testing::Result;
+using testing::Laws;
 using testing::Runner;
 
 // A codec of the table with its defaults, or with one option anywhere in its range.
@@ -112,15 +112,6 @@ inline Buffer take_residual(Bytes& input, const Runner& run) {
     residual[i] = std::isfinite(number) ? number : std::bit_cast<float>(bits[i] & 0x807fffffU);
   }
   return Runner::residual_from(residual);
-}
-
-inline void expect_finite(const Buffer& residual) {
-  for (const float x : residual.as<float>()) ASSERT_TRUE(std::isfinite(x));
-}
-
-inline void expect_same_flags(const std::vector<TileStatus>& a, const std::vector<TileStatus>& b) {
-  ASSERT_EQ(a.size(), b.size());
-  for (size_t i = 0; i < a.size(); ++i) ASSERT_EQ(a[i].flags, b[i].flags) << "tile " << i;
 }
 
 }  // namespace gradferry::fuzzing

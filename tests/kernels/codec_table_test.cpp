@@ -103,6 +103,17 @@ TEST(ParseCodec, ValuesWithoutTheirOptionGetASuggestion) {
   EXPECT_FALSE(contains(error_of("sparse:nan"), "Did you mean"));
 }
 
+TEST(ParseCodec, TopkRefusesAnOwnerThatKeepsFewerThanWorkers) {
+  EXPECT_NO_THROW(parse_codec("topk:ratio=0.02,owner_ratio=0.02"));
+  try {
+    parse_codec("topk:ratio=0.02,owner_ratio=0.01");
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
+    EXPECT_TRUE(contains(error.what(), "owner_ratio is 0.01, less than ratio"));
+  }
+}
+
 TEST(ParseCodec, FindsEveryCodecOfTheTable) {
   for (const Codec& codec : codecs()) {
     const ParsedCodec parsed = parse_codec(codec.name);

@@ -1,16 +1,14 @@
 // What the contract suite goes through, and what it compares: for every implementation that joins.
 #pragma once
 
-#include <algorithm>
 #include <cfloat>
-#include <cmath>
 #include <numeric>
 #include <ostream>
 #include <string>
 #include <vector>
 
 #include "gradferry/codec.h"
-#include "tests/kernels/codec_runner.h"
+#include "tests/kernels/codec_laws.h"
 #include "tests/kernels/inputs.h"
 #include "tests/kernels/option_sets.h"
 
@@ -63,28 +61,6 @@ inline std::vector<uint32_t> edge_sizes() {
   return sizes;
 }
 
-inline bool same_status(const std::vector<TileStatus>& a, const std::vector<TileStatus>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](TileStatus x, TileStatus y) {
-    return x.checksum == y.checksum && x.flags == y.flags;
-  });
-}
-
-inline bool same_result(const Result& a, const Result& b) {
-  return a.payload == b.payload && a.gradient == b.gradient && a.residual == b.residual &&
-         same_status(a.status, b.status);
-}
-
-// The rule for every residual: the new value where it is finite, else what is kept of the old
-// one.
-inline float kept_unless_finite(double updated, float kept) {
-  const float rounded = static_cast<float>(updated);
-  return std::isfinite(rounded) ? rounded : kept;
-}
-inline float kept_by(float gain, float old) {
-  const float product = gain * old;
-  return std::isfinite(product) ? product : old;
-}
-
 // Three elements overflow when they are multiplied by a gain above 1, and stay as they are; by one
 // below 1 they become subnormal.
 inline std::vector<float> residual_beyond(float gain, size_t n, uint64_t seed) {
@@ -102,20 +78,6 @@ class ContractTest : public ::testing::TestWithParam<Case> {
     result.dtype = GetParam().dtype;
     result.sizes = std::move(sizes);
     return result;
-  }
-  bool is_float64() const { return GetParam().dtype == ScalarType::kFloat64; }
-
-  // What is withheld of v, in the arithmetic of the dtype.
-  float withheld(double v, double sent, float kept) const {
-    return kept_unless_finite(
-        is_float64() ? v - sent : static_cast<float>(v) - static_cast<float>(sent), kept);
-  }
-  // fl(a * x) + fl(b * y), in the arithmetic of the dtype.
-  double combine(double a, double x, double b, double y) const {
-    if (is_float64()) return a * x + b * y;
-    const float ax = static_cast<float>(a) * static_cast<float>(x);
-    const float by = static_cast<float>(b) * static_cast<float>(y);
-    return ax + by;
   }
 };
 

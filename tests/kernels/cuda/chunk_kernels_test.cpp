@@ -10,31 +10,6 @@
 namespace gradferry::testing {
 namespace {
 
-TEST(Chunks, GiveTheBytesOfTheHost) {
-  ChunkSetup setup;
-  setup.gain = 0.5f;
-  expect_bytes_of_the_host(ChunkRun(setup));
-}
-
-TEST(Chunks, HoldEveryCodecBesideExact) {
-  for (const Codec& codec : cpu_codecs(Isa::kScalar)) {
-    for (const ScalarType dtype :
-         {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16}) {
-      SCOPED_TRACE(std::string(codec.name) + " " + dtype_name(dtype));
-      ChunkSetup setup;
-      setup.codecs = {std::string(codec.name), "exact"};
-      setup.dtype = dtype;
-      setup.sizes = kFewSizes;
-      setup.world_size = 2;
-      // Rank 0 makes elements of all ranks non-finite, which the others undo.
-      setup.input_of_rank_0 = Input::kNonFinite;
-      setup.alpha = 0.25f;
-      setup.beta = 0.75f;
-      expect_bytes_of_the_host(ChunkRun(setup));
-    }
-  }
-}
-
 TEST(Chunks, HoldEveryMixture) {
   ChunkSetup setup;
   setup.codecs = all_codecs();
@@ -47,17 +22,6 @@ TEST(Chunks, HoldEveryMixture) {
     SCOPED_TRACE(dtype_name(dtype));
     setup.dtype = dtype;
     setup.input_of_rank_0 = dtype == ScalarType::kFloat32 ? Input::kNonFinite : Input::kHeavyTail;
-    expect_bytes_of_the_host(ChunkRun(setup));
-  }
-}
-
-TEST(Chunks, HoldFloat64) {
-  for (const Input input : {Input::kGaussian, Input::kNonFinite, Input::kSparse}) {
-    ChunkSetup setup;
-    setup.codecs = {"exact"};
-    setup.dtype = ScalarType::kFloat64;
-    setup.input_of_rank_0 = input;
-    setup.beta = 0.9f;
     expect_bytes_of_the_host(ChunkRun(setup));
   }
 }
@@ -112,98 +76,122 @@ TEST_P(DamagedChunks, EncodeSealsThePhaseOfTheCall) {
   }
 }
 
-TEST_P(DamagedChunks, ReduceRefusesADamagedMessageAndStillSends) {
-  ChunkRun run(small_setup(), library());
-  for (uint32_t rank = 0; rank < 3; ++rank) run.encode(rank);
-  run.scatter();
-  run.ranks[0].scattered.data()[run.scattered(0, 1).offset + kHeaderBytes + 9] ^= std::byte{4};
-  run.reduce(0);
-  const auto refused = static_cast<uint32_t>(WireStatus::kBadChecksum);
-  EXPECT_EQ(run.verdicts, (std::vector<uint32_t>{0, refused, 0}));
-  EXPECT_EQ(run.findings.status, refused);
-  EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(Phase::kScatter));
-  EXPECT_EQ(run.findings.rank, 1u);
-  MessageHeader header;
-  std::memcpy(&header, run.ranks[0].message.data(), sizeof(header));
-  EXPECT_EQ(header.status, refused);
-  EXPECT_EQ(header.phase, static_cast<uint8_t>(Phase::kGather));
-  EXPECT_EQ(header.checksum,
-            word_sum(run.ranks[0].message.data() + kHeaderBytes, header.payload_bytes));
+// What is wrong with a message of rank 1: a bit of the step in its header, a bit of its payload, or
+// a payload that no encoder writes, under a right header.
+enum class Damage { kStep, kPayload, kCorrupt };
+
+WireStatus status_of(Damage damage) {
+  return damage == Damage::kStep      ? WireStatus::kBadStep
+         : damage == Damage::kPayload ? WireStatus::kBadChecksum
+                                      : WireStatus::kCorruptPayload;
 }
 
-// Scales that no encoder writes, in a message that is otherwise right.
-void corrupt_tiles_of_rank_0(ChunkRun& run) {
-  const Message message = run.scattered(0, 2);
-  std::memset(run.ranks[0].scattered.data() + message.offset + kHeaderBytes, 0xff,
-              message.payload_bytes);
-  ChunkRun::seal(run.ranks[0].scattered, message, run.envelope(2, Phase::kScatter), 0);
+void apply(Damage damage, const ChunkRun& run, Buffer& buffer, const Message& message) {
+  std::byte* start = buffer.data() + message.offset;
+  if (damage == Damage::kStep) start[32] ^= std::byte{1};
+  if (damage == Damage::kPayload) start[kHeaderBytes + 9] ^= std::byte{4};
+  if (damage != Damage::kCorrupt) return;
+  std::memset(start + kHeaderBytes, 0xff, message.payload_bytes);
+  ChunkRun::seal(buffer, message, run.envelope(1, message.phase), 0);
 }
 
-void expect_both_counted(const ChunkRun& run) {
-  EXPECT_EQ(run.verdicts, std::vector<uint32_t>(3, 0));
-  EXPECT_EQ(run.findings.status, static_cast<uint32_t>(WireStatus::kCorruptPayload));
-  EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(Phase::kScatter));
-  EXPECT_EQ(run.findings.rank, 0u);
-  EXPECT_EQ(run.findings.received, 2u);  // tiles that rank 0 owns
+// Corrupt tiles are those of the rank that has found them, if that has added them up.
+void expect_found(const ChunkRun& run, Damage damage, Phase phase, uint64_t num_corrupt) {
+  const bool corrupt = damage == Damage::kCorrupt;
+  const auto status = static_cast<uint32_t>(status_of(damage));
+  EXPECT_EQ(run.verdicts, (std::vector<uint32_t>{0, corrupt ? 0 : status, 0}));
+  EXPECT_EQ(run.findings.status, status);
+  EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(phase));
+  EXPECT_EQ(run.findings.rank, corrupt && phase == Phase::kScatter ? 0u : 1u);
+  EXPECT_TRUE(!corrupt || run.findings.received == num_corrupt);
 }
 
-TEST_P(DamagedChunks, ReduceCountsCorruptTiles) {
-  ChunkSetup setup = small_setup();
-  setup.codecs = {"q4"};
-  ChunkRun run(setup, library());
-  for (uint32_t rank = 0; rank < 3; ++rank) run.encode(rank);
-  run.scatter();
-  corrupt_tiles_of_rank_0(run);
-  run.reduce(0);
-  expect_both_counted(run);
-}
-
-// Neither the numbers of other owners change nor, beyond a header, those of a rank that owns none.
-TEST_P(DamagedChunks, AccumulateMakesAllTilesNaNWhereAMessageIsRefused) {
-  for (const ScalarType dtype :
-       {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16, ScalarType::kFloat64}) {
-    ChunkSetup setup = small_setup();
-    setup.dtype = dtype;
-    if (dtype == ScalarType::kFloat64) setup.codecs = {"exact"};
-    ChunkRun run(setup, library());
-    run.until_reduce();
-    const Buffer before = run.ranks[0].gradient;
-    for (const uint32_t owner : {0u, 2u}) {  // all tiles are those of ranks 0 and 1, in turns
-      run.findings = {};
-      const size_t damaged = owner == 0 ? kHeaderBytes + 9 : 32;  // a payload; the step
-      run.ranks[owner].scattered.data()[run.scattered(owner, 1).offset + damaged] ^= std::byte{4};
-      run.accumulate(owner);
-      const auto refused =
-          static_cast<uint32_t>(owner == 0 ? WireStatus::kBadChecksum : WireStatus::kBadStep);
-      EXPECT_EQ(run.verdicts, (std::vector<uint32_t>{0, refused, 0}));
-      EXPECT_EQ(run.findings.status, refused);
-      EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(Phase::kScatter));
-      EXPECT_EQ(run.findings.rank, 1u);
-      EXPECT_EQ(run.findings.nonfinite_tile, owner == 0 ? 101u : 0u);  // ids begin at 100
-    }
-    const uint32_t item = item_bytes(dtype);
-    std::byte nan[sizeof(double)];
-    write_number(dtype, double(NAN), nan);
-    for (size_t i = 0; i < setup.sizes.size(); ++i) {
-      for (uint32_t e = 0; e < setup.sizes[i]; ++e) {
-        const size_t at = (run.decoded(i).tile.gradient_offset + e) * item;
-        const std::byte* expected = i % 2 == 0 ? nan : before.data() + at;
-        ASSERT_EQ(std::memcmp(run.ranks[0].gradient.data() + at, expected, item), 0)
-            << dtype_name(dtype) << " " << i << " " << e;
-      }
+// Every second tile, from `first` on, is NaN on the rank; all else is as in `before`.
+void expect_nan(const ChunkRun& run, uint32_t rank, size_t first, const Buffer& before) {
+  const ScalarType dtype = run.setup.dtype;
+  const uint32_t item = item_bytes(dtype);
+  std::byte nan[sizeof(double)];
+  write_number(dtype, double(NAN), nan);
+  for (size_t i = 0; i < run.setup.sizes.size(); ++i) {
+    for (uint32_t e = 0; e < run.setup.sizes[i]; ++e) {
+      const size_t at = (run.decoded(i).tile.gradient_offset + e) * item;
+      const std::byte* expected = i % 2 == first % 2 ? nan : before.data() + at;
+      ASSERT_EQ(std::memcmp(run.ranks[rank].gradient.data() + at, expected, item), 0)
+          << dtype_name(dtype) << " " << i << " " << e;
     }
   }
 }
 
-TEST_P(DamagedChunks, AccumulateCountsCorruptTiles) {
-  ChunkSetup setup = small_setup();
-  setup.codecs = {"q4"};
-  ChunkRun run(setup, library());
+// Tiles are those of ranks 0 and 1, in turns; ids begin at 100.
+TEST_P(DamagedChunks, AreNamedAndTheirTilesNaN) {
+  for (const ScalarType dtype :
+       {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16, ScalarType::kFloat64}) {
+    for (const Damage damage : {Damage::kStep, Damage::kPayload, Damage::kCorrupt}) {
+      const bool is_float64 = dtype == ScalarType::kFloat64;
+      if (is_float64 && damage == Damage::kCorrupt) continue;  // `exact` takes all bytes
+      SCOPED_TRACE(dtype_name(dtype) + " " + std::to_string(static_cast<int>(damage)));
+      ChunkSetup setup = small_setup();
+      setup.dtype = dtype;
+      setup.bare = kAllTiles;
+      setup.codecs = {is_float64 ? "exact" : "q4"};
+      ChunkRun run(setup, library()), right(setup);
+      run.until_decode(), right.until_decode();
+      apply(damage, run, run.ranks[0].scattered, run.scattered(0, 1));
+      run.reduce(0);
+      expect_found(run, damage, Phase::kScatter, 2);
+      MessageHeader header;
+      std::memcpy(&header, run.ranks[0].message.data(), sizeof(header));
+      EXPECT_EQ(header.status, static_cast<uint8_t>(status_of(damage)));
+      EXPECT_EQ(header.phase, static_cast<uint8_t>(Phase::kGather));
+      EXPECT_EQ(header.checksum,
+                word_sum(run.ranks[0].message.data() + kHeaderBytes, header.payload_bytes));
+      run.findings = {};
+      run.accumulate(0);
+      expect_found(run, damage, Phase::kScatter, 2);
+      EXPECT_EQ(run.findings.nonfinite_tile, 101u);
+      expect_nan(run, 0, 0, right.ranks[0].gradient);
+      run.findings = {};
+      apply(damage, run, run.ranks[2].gathered, run.gathered(1));
+      run.decode(2), right.decode(2);
+      expect_found(run, damage, Phase::kGather, 1);
+      EXPECT_EQ(run.findings.nonfinite_tile, 102u);
+      expect_nan(run, 2, 1, right.ranks[2].gradient);
+    }
+  }
+}
+
+// A rank that owns nothing checks what it gets, and changes nothing.
+TEST_P(DamagedChunks, AreNamedByARankWithoutTiles) {
+  ChunkRun run(small_setup(), library());
   run.until_reduce();
-  corrupt_tiles_of_rank_0(run);
-  run.accumulate(0);
-  expect_both_counted(run);
-  EXPECT_EQ(run.findings.nonfinite_tile, 101u);
+  const Buffer before = run.ranks[2].gradient;
+  apply(Damage::kStep, run, run.ranks[2].scattered, run.scattered(2, 1));
+  run.accumulate(2);
+  expect_found(run, Damage::kStep, Phase::kScatter, 0);
+  EXPECT_EQ(run.findings.nonfinite_tile, 0u);
+  EXPECT_TRUE(run.ranks[2].gradient == before);
+}
+
+TEST_P(DamagedChunks, TheFirstFaultStaysUnlessItIsAnEcho) {
+  ChunkRun run(small_setup(), library());
+  run.until_reduce();
+  Buffer& scattered = run.ranks[0].scattered;
+  const auto expect = [&](WireStatus status, uint32_t rank, uint64_t expected, uint64_t received) {
+    run.reduce(0);
+    EXPECT_EQ(run.findings.status, static_cast<uint32_t>(status));
+    EXPECT_EQ(run.findings.rank, rank);
+    EXPECT_EQ(run.findings.step, kEnvelope.step);
+    EXPECT_EQ(run.findings.chunk, kEnvelope.chunk);
+    EXPECT_EQ(run.findings.expected, expected);
+    EXPECT_EQ(run.findings.received, received);
+  };
+  ChunkRun::seal(scattered, run.scattered(0, 1), run.envelope(1, Phase::kScatter), 10);
+  expect(WireStatus::kPeerTrouble, 1, 0, 10);
+  apply(Damage::kStep, run, scattered, run.scattered(0, 2));
+  expect(WireStatus::kBadStep, 2, kEnvelope.step, kEnvelope.step ^ 1);
+  scattered.data()[run.scattered(0, 0).offset] ^= std::byte{1};
+  expect(WireStatus::kBadStep, 2, kEnvelope.step, kEnvelope.step ^ 1);
+  EXPECT_EQ(run.verdicts[0], static_cast<uint32_t>(WireStatus::kBadMagic));
 }
 
 TEST_P(DamagedChunks, AccumulateNotesTheFirstTileThatIsNotFinite) {
@@ -229,61 +217,6 @@ TEST_P(DamagedChunks, AccumulateNotesTheFirstTileThatIsNotFinite) {
       EXPECT_EQ(run.findings.received, expected ? tiles[rank] : 0);
     }
   }
-}
-
-TEST_P(DamagedChunks, DecodeMakesTilesOfRefusedMessagesNaN) {
-  for (const ScalarType dtype :
-       {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16, ScalarType::kFloat64}) {
-    ChunkSetup setup = small_setup();
-    setup.dtype = dtype;
-    setup.bare = kAllTiles;
-    if (dtype == ScalarType::kFloat64) setup.codecs = {"exact"};
-    ChunkRun run(setup, library()), host(setup);
-    run.until_decode(), host.until_decode();
-    host.decode(1);
-    run.ranks[1].gathered.data()[run.gathered(0).offset + 32] ^= std::byte{1};  // the step
-    run.decode(1);
-    const auto refused = static_cast<uint32_t>(WireStatus::kBadStep);
-    EXPECT_EQ(run.verdicts, (std::vector<uint32_t>{refused, 0, 0}));
-    EXPECT_EQ(run.findings.status, refused);
-    EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(Phase::kGather));
-    EXPECT_EQ(run.findings.rank, 0u);
-    EXPECT_EQ(run.findings.nonfinite_tile, 101u);  // the first tile, whose id is 100
-    const uint32_t item = item_bytes(dtype);
-    for (size_t i = 0; i < setup.sizes.size(); ++i) {
-      const ChunkTile& entry = run.decoded(i);
-      for (uint32_t e = 0; e < setup.sizes[i]; ++e) {
-        const size_t at = (entry.tile.gradient_offset + e) * item;
-        if (entry.message == 0) {
-          const double value = read_number(dtype, run.ranks[1].gradient.data() + at);
-          ASSERT_TRUE(std::isnan(value)) << i << " " << e;
-        } else {
-          ASSERT_EQ(std::memcmp(run.ranks[1].gradient.data() + at,
-                                host.ranks[1].gradient.data() + at, item),
-                    0);
-        }
-      }
-    }
-  }
-}
-
-TEST_P(DamagedChunks, DecodeNotesTheFirstCorruptTile) {
-  ChunkSetup setup = small_setup();
-  setup.codecs = {"q4"};
-  setup.bare = kAllTiles;
-  ChunkRun run(setup, library());
-  run.until_decode();
-  const Message message = run.gathered(1);
-  Buffer& gathered = run.ranks[2].gathered;
-  std::memset(gathered.data() + message.offset + kHeaderBytes, 0xff, message.payload_bytes);
-  ChunkRun::seal(gathered, message, run.envelope(1, Phase::kGather), 0);
-  run.decode(2);
-  EXPECT_EQ(run.verdicts, std::vector<uint32_t>(3, 0));
-  EXPECT_EQ(run.findings.status, static_cast<uint32_t>(WireStatus::kCorruptPayload));
-  EXPECT_EQ(run.findings.phase, static_cast<uint32_t>(Phase::kGather));
-  EXPECT_EQ(run.findings.rank, 1u);
-  EXPECT_EQ(run.findings.received, 1u);
-  EXPECT_EQ(run.findings.nonfinite_tile, 102u);  // the second tile
 }
 
 INSTANTIATE_TEST_SUITE_P(Libraries, DamagedChunks, ::testing::ValuesIn(both_libraries()),

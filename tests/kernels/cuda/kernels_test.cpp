@@ -1,6 +1,6 @@
 // Every codec's kernels, run by a GPU or by the machine of tests/kernels/ptx, give the bytes of the
 // CPU codec: messages with their checksums, gradients, residuals, and what is found wrong. A chunk
-// has one codec here; chunk_kernels_test.cpp has mixtures, and messages that are refused.
+// has one codec here; chunk_kernels_test.cpp has mixtures.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -107,36 +107,24 @@ TEST_P(Kernels, StayInsideEveryBufferOfASingleTile) {
   }
 }
 
-TEST_P(Kernels, HoldZeroTilesAndKeepTheirResiduals) {
-  for (const uint32_t bare : {kNoTile, kAllTiles}) {
-    ChunkSetup s = setup({4096, 50, 1024, 1024});
-    s.hold_zero_tiles = true;
-    s.bare = bare;
-    ChunkRun run(s);
-    std::vector<double> input(run.num_elements(), 0.0);
-    for (size_t i = 0; i < input.size(); i += 3) input[i] = -0.0;
-    // The second tile is zero but for its last element; of the last one on rank 1 alone.
-    input[4096 + 49] = 0.125;
-    run.set_gradient(0, input);
-    input.back() = 0.125;
-    run.set_gradient(1, input);
-    expect_bytes_of_the_host(run);
-  }
-}
-
-// A residual that is not replaced is still converted to the present loss scale: in a unit that is
-// not finite, in a held zero tile.
-TEST_P(Kernels, ConvertTheResidualsTheyKeep) {
+// A residual that is not replaced is converted to the present loss scale: in a unit that is not
+// finite, and in a held zero tile. A tile is zero on one rank alone, and another but for its last
+// element.
+TEST_P(Kernels, HoldZeroTilesAndConvertTheResidualsTheyKeep) {
   for (const float gain : {0.5f, 2.0f}) {
-    ChunkSetup s = setup({4096, 77, 4096, 130});
+    ChunkSetup s = setup({4096, 77, 4096, 130, 50, 1024});
     s.hold_zero_tiles = true;
-    s.bare = kNoTile;
+    s.bare = gain > 1 ? kNoTile : kAllTiles;
     s.gain = gain;
     ChunkRun run(s);
     std::vector<double> input(run.num_elements(), 0.0);
     for (size_t i = 0; i < 4096 + 77; ++i) input[i] = double(NAN);
-    for (uint32_t rank = 0; rank < s.world_size; ++rank) run.set_gradient(rank, input);
-    run.set_residuals(residual_beyond(gain, run.num_residuals(), 5));
+    for (size_t i = 4096 + 77; i < input.size(); i += 3) input[i] = -0.0;
+    input[input.size() - 1025] = 0.125;
+    run.set_gradient(0, input);
+    input.back() = 0.125;
+    run.set_gradient(1, input);
+    if (s.bare == kNoTile) run.set_residuals(residual_beyond(gain, run.num_residuals(), 5));
     expect_bytes_of_the_host(run);
   }
 }
@@ -155,32 +143,42 @@ TEST_P(Kernels, TakeEveryBitPatternOfSixteenBitGradients) {
   expect_bytes_of_the_host(run);
 }
 
-TEST_P(Kernels, JudgeRandomBytesAsTheHostDoes) {
+// Random bytes in place of a payload; or a few, so that some of it is what encoders write, half of
+// them 0x80, which q8 refuses where it counts, and ignores beyond the end of a tile; or a flipped
+// bit of a header or of a payload, whose checksum is then wrong; or a message that is as it was.
+void damage(std::mt19937_64& random, Buffer& buffer, const Message& message,
+            const Envelope& envelope) {
+  std::byte* header = buffer.data() + message.offset;
+  std::byte* payload = header + kHeaderBytes;
+  const uint64_t kind = random() % 5, place = random();
+  if (kind == 2) header[place % kHeaderBytes] ^= std::byte(1 << random() % 8);
+  if (kind == 3) payload[place % message.payload_bytes] ^= std::byte(1 << random() % 8);
+  if (kind > 1) return;
+  const size_t step = kind == 0 ? 1 : 13;
+  for (size_t i = place % step; i < message.payload_bytes; i += step) {
+    payload[i] = std::byte(step == 13 && random() % 2 == 0 ? 0x80 : random() & 255);
+  }
+  ChunkRun::seal(buffer, message, envelope, 0);
+}
+
+TEST_P(Kernels, JudgeDamagedMessagesAsTheHostDoes) {
   ChunkSetup s = setup({4096, 33, 1023, 1}, Input::kHeavyTail);
   s.alpha = 0.25f;
   s.beta = 0.9f;
   std::mt19937_64 random(5);
-  for (int round = 0; round < (effort() == Effort::kFewTiles ? 4 : 12); ++round) {
-    // Every second time a few bytes only, so that some of the payload is what encoders write; half
-    // of them 0x80, which q8 refuses where it counts, and ignores beyond the end of a tile.
-    const size_t step = round % 2 == 0 ? 1 : 13;
-    const auto damage = [&](Buffer& buffer, const Message& message, const Envelope& envelope) {
-      std::byte* payload = buffer.data() + message.offset + kHeaderBytes;
-      for (size_t i = random() % step; i < message.payload_bytes; i += step) {
-        payload[i] = std::byte(step == 13 && random() % 2 == 0 ? 0x80 : random() & 255);
-      }
-      ChunkRun::seal(buffer, message, envelope, 0);
-    };
+  for (int round = 0; round < (effort() == Effort::kFewTiles ? 5 : 15); ++round) {
     ChunkRun host(s);
     host.until_decode();
     for (uint32_t to = 0; to < 2; ++to) {
       for (uint32_t from = 0; from < 2; ++from) {
         Rank& r = host.ranks[to];
-        damage(r.scattered, host.scattered(to, from), host.envelope(from, Phase::kScatter));
-        damage(r.gathered, host.gathered(from), host.envelope(from, Phase::kGather));
+        damage(random, r.scattered, host.scattered(to, from), host.envelope(from, Phase::kScatter));
+        damage(random, r.gathered, host.gathered(from), host.envelope(from, Phase::kGather));
       }
     }
     ChunkRun kernels = by_kernels(host);
+    host.nonfinite_is_fault = kernels.nonfinite_is_fault = round % 2 == 1;
+    expect_same_accumulate(kernels, host);
     expect_same_reduce(kernels, host);
     expect_same_decode(kernels, host);
   }

@@ -27,8 +27,6 @@ struct Options {
   // Happens-before check of global and shared memory. What orders: __syncthreads(), __syncwarp(),
   // and between blocks a fence, an atomic operation, one that reads its number, and a fence.
   bool races = false;
-  // Changes the text of a module before it is parsed, to plant mistakes; or null.
-  std::string (*edit)(std::string_view text) = nullptr;
 };
 // To be set before memory is allocated.
 Options& options();

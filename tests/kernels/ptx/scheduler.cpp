@@ -331,7 +331,6 @@ void run_grid(Grid& grid) {
 // The modules by the kernels they hold; parsed when one of them runs.
 struct Loaded {
   std::string_view text;
-  std::string edited;
   std::unique_ptr<Program> program;
 };
 std::map<std::string, std::shared_ptr<Loaded>, std::less<>>& loaded() {
@@ -370,7 +369,7 @@ void fault(const Context& c, const Op& op, const std::string& what) {
 }
 
 void load_module(std::string_view text) {
-  const auto module = std::make_shared<Loaded>(Loaded{text, {}, nullptr});
+  const auto module = std::make_shared<Loaded>(Loaded{text, nullptr});
   constexpr std::string_view kEntry = ".entry ";
   for (size_t at = text.find(kEntry); at != text.npos; at = text.find(kEntry, at + 1)) {
     const size_t begin = at + kEntry.size();
@@ -387,10 +386,6 @@ void launch(const std::string& kernel, uint32_t num_blocks, uint32_t num_threads
     const auto found = loaded().find(kernel);
     if (found == loaded().end()) throw Fault("no PTX of kernel " + kernel + " was loaded");
     Loaded& module = *found->second;
-    if (module.program == nullptr && options().edit != nullptr) {
-      module.edited = options().edit(module.text);
-      module.text = module.edited;
-    }
     if (module.program == nullptr) module.program = parse(module.text);
     const Function& function = module.program->functions.find(kernel)->second;
     if (num_threads == 0 || num_threads > function.max_threads) {

@@ -1,7 +1,9 @@
 // The tests of kernels on a GPU.
 #include <cuda_runtime.h>
+#include <gtest/gtest.h>
 
-#include "gtest/gtest.h"
+#include <cstdio>
+
 #include "tests/kernels/cuda/kernels_under_test.h"
 
 namespace gradferry::testing {
@@ -10,6 +12,7 @@ bool offsets_are_far() { return false; }
 }  // namespace gradferry::testing
 
 int main(int argc, char** argv) {
+  ::testing::InitGoogleTest(&argc, argv);
   constexpr int kSkipped = 77;  // as CTest is told
   int devices = 0;
   if (const cudaError_t error = cudaGetDeviceCount(&devices); error != cudaSuccess) {
@@ -19,5 +22,5 @@ int main(int argc, char** argv) {
   cudaDeviceProp properties{};
   (void)cudaGetDeviceProperties(&properties, 0);
   std::printf("on %s\n", properties.name);
-  return testing::run_all(argc > 1 ? argv[1] : "");
+  return RUN_ALL_TESTS();
 }

@@ -13,7 +13,7 @@
 
 #include "gradferry/codec.h"
 
-namespace gradferry::fuzzing {
+namespace gradferry::testing {
 
 struct Verdict {
   bool corrupt = false;
@@ -187,4 +187,4 @@ inline std::optional<Verdict> verdict_on(const ParsedCodec& codec, const std::by
   return verdict;
 }
 
-}  // namespace gradferry::fuzzing
+}  // namespace gradferry::testing
