@@ -147,11 +147,20 @@ void check_residuals(const Layout& layout) {
 
 // Every element is in one tile of decode, in one piece of one rail, and, summed over owners, in
 // one of reduce; in that of its rail it is in one of encode. In an all-gather it is in one of its
-// owner's encode alone.
+// owner's encode alone. A tile is where the bucket has it.
 void check_elements(const World& world, const std::vector<Rank>& ranks) {
   const Nodes& nodes = ranks[0].layout.nodes();
   const uint64_t n = ranks[0].plan.num_elements;
   const Collective collective = world.limits.collective;
+  std::map<uint64_t, uint64_t> lies_at;  // in the bucket, by tile
+  uint64_t begin = 0;
+  for (const uint32_t index : world.bucket) {
+    const Parameter& parameter = ranks[0].layout.parameters()[index];
+    for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
+      lies_at[parameter.first_tile + t] = begin + uint64_t{t} * kTileElements;
+    }
+    begin += parameter.num_elements;
+  }
   Ranges of_owners;
   for (uint32_t r = 0; r < ranks.size(); ++r) {
     Ranges encoded, decoded, pieces;
@@ -169,14 +178,17 @@ void check_elements(const World& world, const std::vector<Rank>& ranks) {
       }
       each_tile(chunk.encode, [&](const auto&, const Tile& tile, uint32_t) {
         of_encode += tile.num_elements;
+        ASSERT_TRUE(!nodes.is_flat() || tile.gradient_offset == lies_at.at(tile.id));
         Ranges& each = scatters(collective) ? encoded : of_owners;
         if (nodes.is_flat()) each.add(tile.gradient_offset, tile.num_elements);
       });
       each_tile(chunk.decode, [&](const auto&, const Tile& tile, uint32_t) {
+        ASSERT_EQ(tile.gradient_offset, lies_at.at(tile.id));
         decoded.add(tile.gradient_offset, tile.num_elements);
       });
       each_tile(chunk.reduce, [&](const auto&, const Tile& tile, uint32_t) {
         ASSERT_EQ(ranks[r].layout.owner(tile.id), r);
+        ASSERT_TRUE(!nodes.is_flat() || tile.gradient_offset == lies_at.at(tile.id));
         of_owners.add(tile.gradient_offset, tile.num_elements);
       });
     }
