@@ -1,9 +1,11 @@
-"""Ranks of DiLoCo that are lost before, inside and after an average, and ranks that come."""
+"""Ranks of DiLoCo that are lost around an average or in a rejoin, and ranks that come."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -11,17 +13,45 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry import diloco
 from gradferry.averaging import global_parameters
 from members import Alone, die, dying_inside, mean_of, run_until_lost
 from outcomes import attempt
+from own_groups import own_group
 from reducing import same
 from training_alone import are_equal, of_all, summed
 from world import World
 
 Worlds = Callable[[int], World]
 
-LOST = (2, 3)
-LEFT = [0, 1]
+# Ranks that come to a rejoin wait half as long for one that has ended before they heard of it.
+GROUP_TIMEOUT = timedelta(seconds=10)
+
+
+def expect_conserved(
+    alone: Alone, before: torch.Tensor, group: Any, ranks: list[int], number: int
+) -> None:
+    """Outer step `number` is over, of the changes of these ranks, and nothing has come to it or
+    gone. Each rank keeps worker / W and owner of before, whatever the number of ranks is now.
+    Collective.
+
+    Args:
+        before: what this rank has withheld before.
+        group: of ranks.
+    """
+    assert alone.diloco.stats()["outer_steps"] == number + 1
+    added, withheld = summed(before, group), summed(alone.withheld(), group)
+    assert torch.equal(alone.applied() + withheld, added + mean_of(ranks, number))
+    assert are_equal(of_all(alone.diloco._global.hashes(), group))
+
+
+def expect_next_conserved(alone: Alone, group: Any, ranks: list[int], number: int) -> None:
+    before = alone.withheld()
+    alone.step(number)
+    expect_conserved(alone, before, group, ranks, number)
+
+
+# --- lost in an outer step ------------------------------------------------------------------------
 
 
 class Confirming:
@@ -53,6 +83,94 @@ def hear_nothing(*arguments: Any) -> NoReturn:
     raise gradferry.PeerError("lost contact")
 
 
+def die_inside(alone: Alone) -> None:
+    with dying_inside():
+        alone.step(1)
+
+
+def die_unheard(alone: Alone) -> None:
+    with Confirming(die):
+        alone.step(1)
+
+
+def die_after(alone: Alone) -> None:
+    alone.step(1)
+    die()
+
+
+DEATHS: dict[str, Callable[[Alone], None]] = {
+    "before": die,
+    "inside": die_inside,
+    "heard by nobody": die_unheard,
+    "heard by one": die_after,
+}
+
+
+def case_lost(when: str, codec: str, lost: list[int], groups: str, store: str) -> None:
+    """Two of four ranks are lost around the second outer step; the others go on without them."""
+    rank = dist.get_rank()
+    left = [each for each in range(4) if each not in lost]
+    file = dist.FileStore(store, -1)
+    group = own_group("all", file, rank, 4) if groups == "unknown to torch" else None
+    alone = Alone(codec, group)
+    alone.step(0)
+    before = alone.withheld()
+    if rank in lost:
+        DEATHS[when](alone)
+    common, changes = alone.diloco.state_dict()["global"]["weight"], alone.diloco._global.changes
+    is_deaf = when == "heard by one" and rank == left[1]
+    with Confirming(hear_nothing if is_deaf else on_all_ranks):
+        outcome = attempt(lambda: alone.step(1))
+    held = alone.diloco.state_dict()["reducer"]
+    saved = copy.deepcopy(held)
+    took_it = when == "heard by one" and not is_deaf
+    assert outcome.error == (None if took_it else "PeerError"), outcome
+    if not took_it:
+        assert "outer step 1 is not over, and has changed nothing on this rank" in outcome.text
+        assert "diloco.rejoin(group)" in outcome.text
+        assert torch.equal(alone.diloco.state_dict()["global"]["weight"], common)
+        assert torch.equal(alone.withheld(), before)
+        assert attempt(alone.optimizer.step).error == "PeerError"  # nobody trains on alone unseen
+    number = left.index(rank)
+    if groups == "unknown to torch":
+        group = own_group("left", file, number, len(left))
+    elif groups == "default":
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=file, rank=number, world_size=len(left))
+    else:
+        group = dist.new_group(left, use_local_synchronization=True)
+    alone.diloco.rejoin(group)
+    if when != "heard by one":
+        expect_conserved(alone, before, group, left, 1)
+    elif codec == "exact":  # of the ranks that are gone, too
+        expect_conserved(alone, before, group, [*left, *lost], 1)
+    else:
+        assert not torch.equal(alone.withheld(), before)  # it is what the step has left
+    expect_next_conserved(alone, group, left, 2)
+    assert same(held, saved)  # a state that was handed out stays as it is
+    # What a collective of the failed average may still write to is no memory of later ones.
+    assert changes[0].data_ptr() != alone.diloco._global.changes[0].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("when", "codec", "lost", "groups"),
+    [
+        ("heard by nobody", "q4", [2, 3], "new"),
+        ("heard by one", "q4", [2, 3], "new"),
+        ("heard by one", "exact", [2, 3], "new"),
+        # Rank 0 serves the store.
+        ("before", "q4", [0, 2], "default"),
+        ("inside", "q4", [0, 2], "default"),
+        ("inside", "q4", [0, 2], "unknown to torch"),
+    ],
+)
+def test_ranks_that_are_left_go_on_with_the_same_changes(
+    tmp_path: Path, when: str, codec: str, lost: list[int], groups: str
+) -> None:
+    how = {"when": when, "codec": codec, "lost": lost, "groups": groups}
+    run_until_lost(lost, case_lost, store=str(tmp_path / "store"), **how)
+
+
 def fail_alone(alone: Alone) -> None:
     """The average reaches the others, and not this rank."""
     reducer = alone.diloco._reducer
@@ -64,76 +182,6 @@ def fail_alone(alone: Alone) -> None:
 
     with mock.patch.object(reducer, "all_reduce", average_and_fail):
         alone.step(1)
-
-
-def case_lost(where: str, codec: str) -> None:
-    """Two of four ranks are lost around the second outer step; the others go on without them."""
-    rank = dist.get_rank()
-    alone = Alone(codec, None)
-    alone.step(0)
-    first, before = alone.applied(), alone.withheld()
-    if rank in LOST:
-        if where == "before":
-            die()
-        if where == "inside":
-            with dying_inside():
-                alone.step(1)
-        if where == "heard by nobody":
-            with Confirming(die):
-                alone.step(1)
-        alone.step(1)
-        die()
-    common, changes = alone.diloco.state_dict()["global"]["weight"], alone.diloco._global.changes
-    deaf = where == "heard by one" and rank == 1
-    with Confirming(hear_nothing if deaf else on_all_ranks):
-        outcome = attempt(lambda: alone.step(1))
-    held = alone.diloco.state_dict()["reducer"]
-    saved = copy.deepcopy(held)
-    took_it = where == "heard by one" and rank == 0
-    assert outcome.error == (None if took_it else "PeerError"), outcome
-    if not took_it:
-        assert "outer step 1 is not over, and has changed nothing on this rank" in outcome.text
-        assert "diloco.rejoin(group)" in outcome.text
-        assert torch.equal(alone.diloco.state_dict()["global"]["weight"], common)
-        assert torch.equal(alone.withheld(), before)
-        assert attempt(alone.optimizer.step).error == "PeerError"  # nobody trains on alone unseen
-    group = dist.new_group(LEFT, use_local_synchronization=True)
-    alone.diloco.rejoin(group)
-    assert alone.diloco.stats()["outer_steps"] == 2
-    second = alone.applied()
-    # Each rank keeps worker / W and owner of before, whatever the number of ranks is now.
-    if where != "heard by one":
-        lacks = summed(before, group)
-        assert torch.equal(second + summed(alone.withheld(), group), lacks + mean_of(LEFT, 1))
-    elif codec == "exact":
-        assert torch.equal(second, mean_of([*LEFT, *LOST], 1))
-    else:
-        assert not torch.equal(alone.withheld(), before)  # it is what the step has left
-    hashes = alone.diloco._global.hashes()
-    answers: list[Any] = [None] * len(LEFT)
-    dist.all_gather_object(answers, (hashes, second.sum().item(), first.sum().item()), group=group)
-    assert answers[0] == answers[1]
-    before = summed(alone.withheld(), group)
-    alone.step(2)
-    after = summed(alone.withheld(), group)
-    assert torch.equal(alone.applied() + after, before + mean_of(LEFT, 2))
-    assert same(held, saved)  # a state that was handed out stays as it is
-    # What a collective of the failed average may still write to is no memory of later ones.
-    assert changes[0].data_ptr() != alone.diloco._global.changes[0].data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("where", "codec"),
-    [
-        ("before", "q4"),
-        ("inside", "q4"),
-        ("heard by nobody", "q4"),
-        ("heard by one", "q4"),
-        ("heard by one", "exact"),
-    ],
-)
-def test_ranks_that_are_left_go_on_with_the_same_changes(where: str, codec: str) -> None:
-    run_until_lost(list(LOST), case_lost, where=where, codec=codec)
 
 
 def fail_outer(alone: Alone) -> None:
@@ -180,6 +228,93 @@ def test_ranks_end_a_step_that_one_of_them_cannot(worlds: Worlds, how: str) -> N
     worlds(3).run(case_alone, how=how)
 
 
+# --- lost in a rejoin -----------------------------------------------------------------------------
+
+
+def dying_after(module: Any, name: str, calls: int = 1) -> Any:
+    """This rank ends when a function of the module has returned so many times."""
+    function, seen = getattr(module, name), 0
+
+    def call_and_die(*arguments: Any, **options: Any) -> Any:
+        nonlocal seen
+        result, seen = function(*arguments, **options), seen + 1
+        return die() if seen == calls else result
+
+    return mock.patch.object(module, name, call_and_die)
+
+
+# Where a rank ends that has come to a rejoin.
+PLACES: dict[str, Callable[[], Any]] = {
+    "has come": lambda: dying_after(diloco, "meet"),
+    "has compared": lambda: dying_after(diloco, "gather_records"),
+    "is connected": lambda: dying_after(diloco, "_OuterReducer"),
+    "has caught up": lambda: dying_after(global_parameters.GlobalParameters, "hand_on"),
+    "has rejoined": lambda: dying_after(diloco, "on_all_ranks"),
+    "averages": dying_inside,
+}
+
+
+def case_rejoin_lost(place: str) -> None:
+    """Rank 3 is lost in an outer step, and rank 2 in the rejoin of those that are left."""
+    rank, left = dist.get_rank(), [0, 1]
+    alone = Alone("q4", None)
+    alone.step(0)
+    before, common = alone.withheld(), alone.diloco.state_dict()["global"]["weight"]
+    if rank == 3:
+        with dying_inside():
+            alone.step(1)
+    assert attempt(lambda: alone.step(1)).error == "PeerError"
+    three = dist.new_group([0, 1, 2], timeout=GROUP_TIMEOUT, use_local_synchronization=True)
+    if rank == 2:
+        with PLACES[place]():
+            alone.diloco.rejoin(three)
+    outcome = attempt(lambda: alone.diloco.rejoin(three))
+    assert outcome.error == "PeerError", outcome
+    assert torch.equal(alone.diloco.state_dict()["global"]["weight"], common)
+    assert torch.equal(alone.withheld(), before)
+    assert attempt(alone.optimizer.step).error == "PeerError"  # nobody trains on alone unseen
+    two = dist.new_group(left, use_local_synchronization=True)
+    alone.diloco.rejoin(two)
+    expect_conserved(alone, before, two, left, 1)
+    expect_next_conserved(alone, two, left, 2)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_ranks_go_on_without_one_that_ended_in_a_rejoin(place: str) -> None:
+    run_until_lost([2, 3], case_rejoin_lost, place=place)
+
+
+def case_newcomer_lost() -> None:
+    """Of two newcomers one ends while it gets what rank 0 has. The other one comes again."""
+    rank = dist.get_rank()
+    groups = [dist.new_group(ranks, timeout=GROUP_TIMEOUT) for ranks in ([0], [0, 1, 2], [0, 1])]
+    alone = Alone("q4", groups[0]) if rank == 0 else None
+    if alone is not None:
+        alone.step(0)
+    if rank == 2:
+        with dying_after(global_parameters, "wait_or_hear"):
+            Alone("q4", groups[1], start=7.0)
+
+    def come(group: Any) -> Alone:
+        if alone is None:
+            return Alone("q4", group, start=7.0)
+        alone.diloco.rejoin(group)
+        return alone
+
+    outcome = attempt(lambda: come(groups[1]))
+    assert outcome.error == "PeerError", outcome
+    alone = come(groups[2])
+    assert torch.equal(alone.model.weight, alone.diloco.state_dict()["global"]["weight"])
+    expect_next_conserved(alone, groups[2], [0, 1], 1)
+
+
+def test_a_newcomer_that_ends_keeps_nobody_out() -> None:
+    run_until_lost([2], case_newcomer_lost, size=3)
+
+
+# --- others than before ---------------------------------------------------------------------------
+
+
 def case_apart() -> None:
     """Ranks took one outer step each, without each other: the first of them stays."""
     mine = dist.get_rank()
@@ -218,10 +353,10 @@ def test_ranks_that_differ_after_one_outer_step_are_named(worlds: Worlds) -> Non
 
 def case_two_levels() -> list[int]:
     """Ranks of a node withhold for each other: without one of them they begin anew."""
-    rank, left = dist.get_rank(), dist.new_group(LEFT)
+    rank, left = dist.get_rank(), dist.new_group([0, 1])
     alone = Alone("q4", None, nodes=2)
     alone.step(0)
-    if rank in LOST:
+    if rank > 1:
         return []
     with pytest.warns(gradferry.GradferryWarning, match="has withheld is dropped"):
         alone.diloco.rejoin(left)

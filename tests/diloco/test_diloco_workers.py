@@ -83,16 +83,6 @@ def test_global_parameters_are_those_of_a_training_by_hand(workers: Workers) -> 
 
 @pytest.mark.parametrize("workers", [sharded, replicated])
 @on_ranks(4)
-def test_compressed_outer_steps_keep_ranks_equal(workers: Workers) -> None:
-    model, diloco, mesh = train(workers, codec="q4", residual_decay=0.5)
-    assert diloco.stats()["outer_steps"] == STEPS // SYNC_EVERY
-    assert common(diloco).any()
-    assert torch.equal(common(diloco), flat(map(torch.Tensor, local_parts(model))))
-    assert_equal_where_they_must(workers, model, mesh)
-
-
-@pytest.mark.parametrize("workers", [sharded, replicated])
-@on_ranks(4)
 def test_what_one_shard_has_come_to_keeps_all_shards_where_they_are(workers: Workers) -> None:
     model, diloco, _ = train(workers, codec="q4")
     before = common(diloco)

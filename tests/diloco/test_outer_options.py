@@ -15,23 +15,18 @@ from gradferry.errors import ProtocolError
 from on_ranks import on_ranks
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils._pytree import tree_map_only
 from training_alone import Plain, are_equal, bits_of, make, move, movements, of_all
 
 Group = dict[str, Any]
 
 
-def shown(value: Any) -> Any:
-    """A value with its type, in which two are equal only if both are."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), value.tolist()
-    if isinstance(value, list | tuple):
-        return type(value).__name__, [shown(each) for each in value]
-    if isinstance(value, dict):
-        return "dict", {key: shown(each) for key, each in value.items()}
-    return type(value).__name__, value
+def shown(options: Any) -> str:
+    """Equal only where values and types are."""
+    return repr(tree_map_only(torch.Tensor, lambda each: (each.dtype, each.tolist()), options))
 
 
-def described(group: Group) -> dict[str, Any]:
+def described(group: Group) -> dict[str, str]:
     return {key: shown(value) for key, value in group.items() if key != "params"}
 
 
@@ -64,8 +59,8 @@ def test_options_reach_who_comes(comes: str) -> None:
         optimizer, diloco = make(model, outer=with_tensor)
     (group,) = diloco.outer.param_groups
     found = described(group)
-    assert found["lr"] == ("torch.float64", 0.7 * 0.75)
-    assert found["foreach"] == ("NoneType", None)
+    assert found["lr"] == shown(torch.tensor(0.7 * 0.75, dtype=torch.float64))
+    assert found["foreach"] == "None"
     assert found["pair"] == shown((0.5, torch.tensor(3)))
     assert are_equal(of_all(found))
     move(model, movements(model, rank))

@@ -88,7 +88,9 @@ def dying_inside() -> Iterator[None]:
         yield
 
 
-def run_until_lost(lost: list[int], case: Callable[..., None], size: int = 4, **how: Any) -> None:
+def run_until_lost(
+    lost: list[int], case: Callable[..., None], /, size: int = 4, **how: Any
+) -> None:
     """Runs a case in which exactly these ranks are killed, and the others return."""
     world = World(size)
     try:

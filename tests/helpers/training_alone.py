@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +10,10 @@ import gradferry
 import torch
 import torch.distributed as dist
 from gradferry.residuals.tiles import Tile, spread
+from resumable import fingerprints
+from scenario import placed
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 UNIT = 2.0**-8  # of movements: sums of a few have the same bits in every order
 
@@ -121,3 +125,62 @@ def summed(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch
     total = value.clone()
     dist.all_reduce(total, group=group)
     return total
+
+
+PERIOD = 2
+
+
+def halving(tensors: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(tensors, lr=0.5, momentum=0.5, nesterov=True)
+
+
+class Training:
+    """SGD with momentum, by gradients of each step and rank, on the host or a kind of the fake
+    device. Global parameters, residuals and messages are there, too, or at the `place` "the host".
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        place: str = "the host",
+        codec: str = "q4",
+        dtype: torch.dtype = torch.float32,
+        **changes: Any,
+    ) -> None:
+        self.device, group = placed(device)
+        self.place = torch.device("cpu") if place == "the host" else self.device
+        self.model = Plain(dtype).to(self.device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
+        options = {"outer": halving, "residual_decay": 0.5, "device": self.place, "group": group}
+        options.update(changes)
+        self.diloco = gradferry.DiLoCo(self.model, self.optimizer, PERIOD, codec, **options)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            given = movements(self.model, dist.get_rank(), step)
+            for parameter, gradient in zip(self.model.parameters(), given, strict=True):
+                parameter.grad = gradient.to(self.device, parameter.dtype)
+            self.optimizer.step()
+
+    def saved(self) -> bytes:
+        """Model, optimizer and DiLoCo, with tensors on the host."""
+        parts = {"model": self.model, "optimizer": self.optimizer, "diloco": self.diloco}
+        states = {name: part.state_dict() for name, part in parts.items()}
+        file = io.BytesIO()
+        torch.save(tree_map_only(torch.Tensor, lambda t: t.to("cpu", copy=True), states), file)
+        return file.getvalue()
+
+    def load(self, saved: bytes, on_resize: str = "strict") -> None:
+        states = torch.load(io.BytesIO(saved), weights_only=True)
+        self.model.load_state_dict(states["model"])
+        self.optimizer.load_state_dict(states["optimizer"])
+        self.diloco.load_state_dict(states["diloco"], on_resize)
+
+    def bits(self) -> dict[str, str]:
+        """By path in what is saved, a fingerprint of each tensor, and every number."""
+
+        def without_bf16(tensor: torch.Tensor) -> torch.Tensor:  # which numpy lacks
+            return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+        states = torch.load(io.BytesIO(self.saved()), weights_only=True)
+        return dict(fingerprints(tree_map_only(torch.Tensor, without_bf16, states)))
