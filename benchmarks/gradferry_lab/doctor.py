@@ -134,7 +134,7 @@ def examine_workload(
 
 
 def doctor_rows(found: Diagnosis, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of the JSON file; docs/reference/json.md defines every key."""
+    """Rows of the JSON file; docs/guide/numbers.md defines every key."""
     verdict: dict[str, Any] = {
         "kind": "verdict",
         "text": found.verdict,

@@ -208,7 +208,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[str, ...]:
 def _rows(
     cluster: _Cluster, hooks: Sequence[str], arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the JSON file; docs/reference/json.md defines every key."""
+    """Rows of the JSON file; docs/guide/numbers.md defines every key."""
     if arguments.parallel == DDP:
         sent = list(_of_ddp(cluster, hooks))
     else:

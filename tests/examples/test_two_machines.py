@@ -82,6 +82,10 @@ CHANGED = {
         'init_process_group("gloo")',
         'init_process_group("gloo", timeout=__import__("datetime").timedelta(seconds=2))',
     ),
+    "missing.py": (
+        "import gradferry\n",
+        "raise ModuleNotFoundError(\"No module named 'gradferry'\")\n",
+    ),
     "old.py": (
         "def main()",
         'import gradferry.core.agreement as used\nused.GRADFERRY_VERSION = "0.1.0"\ndef main()',
@@ -92,6 +96,7 @@ MISTAKES = {
     "was not started": ("", FIRST.replace(*AT_ONCE), IDLE),
     "another address or port": ("", IDLE, SECOND.replace(*AT_ONCE).replace("29500", "29501")),
     "the same `--node-rank`": ("", *[FIRST.replace(*AT_ONCE)] * 2),
+    "not installed on machine 2": ("", FIRST, SECOND.replace(SCRIPT, "FOLDER/missing.py")),
     "another training": ("", f"{FIRST.strip()} & {LISTENS}\n{FIRST}", IDLE),
     "names no interface": ("", FIRST, SECOND.replace("eth0", "eth9")),
     "gloo took loopback": ("", *(each.replace("eth0", "lo") for each in (FIRST, SECOND))),

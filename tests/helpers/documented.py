@@ -49,9 +49,10 @@ def blocks(page: str, language: str) -> list[str]:
 
 def case_snippets(page: str, snippets: list[str], folder: str) -> int:
     """Runs snippets; those that leave a hook on a model then train one step through it."""
-    kind = _THINGS.get(Path(page).name, _Things)
     for number, snippet in enumerate(snippets):
         place = f"{page}, snippet {number}"
+        kinds = (k for name, word, k in _THINGS if name == Path(page).name and word in snippet)
+        kind = next(kinds, _Things)
         with contextlib.ExitStack() as stack:
             things = kind(folder, stack)
             namespace = {name: things[name] for name in sorted(names_from_outside(snippet))}
@@ -99,7 +100,7 @@ _MADE: dict[str, Callable[[Any], Any]] = {
     "wandb": lambda t: mock.Mock(spec=["log"]),
     "mlflow": lambda t: mock.Mock(spec=["log_metrics"]),
     "writer": lambda t: mock.Mock(spec=["add_scalar"]),
-    # zero.md, model_parallel.md, diloco.md, reducer.md
+    # compatibility.md, diloco.md, reducer.md
     "mine": lambda t: t["state"].state_dict(),
     "replicas": lambda t: 2,
     "parts": lambda t: 2,
@@ -107,7 +108,7 @@ _MADE: dict[str, Callable[[Any], Any]] = {
     "reducer": lambda t: t["gradferry"].Reducer(t["model"].named_parameters(), "q4"),
     "starts": lambda t: [p.detach().clone() for p in t["model"].parameters()],
     "loss": lambda t: t["model"](t["inputs"]),
-    # parameter_server.md
+    # a parameter server in reducer.md
     "start": lambda t: t["p"].clone(),
     "residual": lambda t: t["torch"].zeros(SHAPE),
     "step": lambda t: 0,
@@ -221,9 +222,10 @@ class _Server(_Things):
         assert abs(names["p"].mean() - 1) < 0.1
 
 
-_THINGS = {
-    "zero.md": _Zero,
-    "fsdp.md": _Fsdp,
-    "reducer.md": _Reducer,
-    "parameter_server.md": _Server,
-}
+# By page and a word of the snippet; the first that matches.
+_THINGS: tuple[tuple[str, str, type[_Things]], ...] = (
+    ("compatibility.md", "", _Zero),
+    ("fsdp.md", "", _Fsdp),
+    ("reducer.md", "gradferry.encode", _Server),
+    ("reducer.md", "", _Reducer),
+)

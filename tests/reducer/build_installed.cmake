@@ -1,4 +1,4 @@
-# Builds and installs gradferry for C++ programs as docs/guide/cpp.md says, but with kernels that are
+# Builds and installs gradferry for C++ programs as docs/guide/reducer.md says, but with kernels that are
 # there; builds examples/cpp against it as a user does, and trains two ranks with it.
 cmake_minimum_required(VERSION 3.25)
 function(run)

@@ -8,7 +8,7 @@
 //   reducer.wait();     // every .grad is the average over all ranks, with the same bits on each
 //   optimizer.step();
 //
-// docs/guide/cpp.md explains how to build against this header.
+// docs/guide/reducer.md explains how to build against this header.
 #pragma once
 
 #include <ATen/core/Tensor.h>
