@@ -53,7 +53,7 @@ def test_ranks_of_one_machine_and_network_are_a_node(identities, members):
 
 def test_a_table_says_where_every_rank_is():
     uneven = Nodes(((0, 3), (1,), (2, 4)))
-    assert [uneven.of(rank) for rank in range(5)] == [(0, 0), (1, 0), (2, 0), (0, 1), (2, 1)]
+    assert uneven.of_rank == (0, 1, 2, 0, 2)
     assert uneven.ranks_per_node == (2, 1, 2)
     assert uneven.smallest == 1
     assert not uneven.is_flat

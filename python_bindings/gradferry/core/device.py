@@ -95,11 +95,6 @@ def expect_runnable(place: torch.device) -> None:
         raise ConfigError(reason)
 
 
-def is_staged(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a group's collectives for the device wait on the host: gloo's do, NCCL's do not."""
-    return group._get_backend(device).name() == "gloo"
-
-
 def starts_in_order(device: torch.device) -> bool:
     """Whether the device starts collectives of several communicators in the order in which the host
     posts them, as NCCL 2.26 promises where its variable asks for it.
@@ -171,11 +166,12 @@ def transport_of(device: torch.device, group: dist.ProcessGroup) -> Transport:
             "before anything else, on every rank with its own GPU"
         )
     alone = group.size() == 1
-    streams = not on_host and not is_staged(group, device)
+    backend = "" if on_host else group._get_backend(device).name()
+    streams = not on_host and backend != "gloo"  # whose collectives wait on the host
     if streams and not is_known(group):
         raise ConfigError(
             f"torch.distributed does not know the process group, which has "
-            f"{group._get_backend(device).name()} for {device.type!r}; make it with "
+            f"{backend} for {device.type!r}; make it with "
             "torch.distributed.new_group(), or give it gloo for that device"
         )
     return Transport(

@@ -93,18 +93,6 @@ class Nodes:
     members: tuple[tuple[int, ...], ...]
     note: str = field(default="", compare=False)
 
-    @cached_property
-    def _places(self) -> dict[int, tuple[int, int]]:
-        return {
-            rank: (node, local)
-            for node, ranks in enumerate(self.members)
-            for local, rank in enumerate(ranks)
-        }
-
-    def of(self, rank: int) -> tuple[int, int]:
-        """The node of a rank, and its index among the ranks of that node."""
-        return self._places[rank]
-
     @property
     def world_size(self) -> int:
         """Ranks of all nodes."""
@@ -113,7 +101,8 @@ class Nodes:
     @cached_property
     def of_rank(self) -> tuple[int, ...]:
         """The node of every rank."""
-        return tuple(self.of(rank)[0] for rank in range(self.world_size))
+        node_of = {rank: node for node, ranks in enumerate(self.members) for rank in ranks}
+        return tuple(node_of[rank] for rank in sorted(node_of))
 
     @property
     def ranks_per_node(self) -> tuple[int, ...]:

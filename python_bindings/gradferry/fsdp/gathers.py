@@ -85,10 +85,6 @@ class Gathers:
         """Settles at the end of every forward pass from now on."""
         model.register_forward_hook(lambda *_: self.settle())
 
-    def note_backward(self) -> None:
-        """A gather has begun in a backward pass, at whose end it settles."""
-        Variable._execution_engine.queue_callback(self.settle)
-
 
 @dataclass(eq=False)
 class GatherHook(InOwnMemory, ModuleHook):
@@ -179,7 +175,7 @@ class GatherHook(InOwnMemory, ModuleHook):
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
         if backward:
-            self.gathers.note_backward()
+            Variable._execution_engine.queue_callback(self.gathers.settle)  # at the end
         assert self.calls is not None
         pending = self.calls.start([(self._indices, output_tensor)], in_background=False)
         if self.running.transport.on_host:
