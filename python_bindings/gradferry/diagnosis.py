@@ -273,47 +273,42 @@ def examine(
     on_host = agreed_transport(place, ddp.process_group).on_host
     gpus = [place] if place.type == "cuda" else []
     with computing_on(place), torch.random.fork_rng(gpus):
-        return _Examination(ddp, make_step, hooks, emit, place, on_host=on_host).run()
+        return _Examination(ddp, make_step, emit, place).run(hooks, on_host=on_host)
 
 
+@dataclass
 class _Examination:
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        make_step: Callable[[nn.Module], Callable[[], None]],
-        hooks: Sequence[str],
-        emit: Progress,
-        place: torch.device,
-        *,
-        on_host: bool,
-    ) -> None:
-        self._ddp = ddp
-        self._make_step = make_step
-        self._emit = emit
-        self._group = ddp.process_group
-        self._clock = Clock(place)
-        self._place = place
-        nodes = found_nodes(self._group, place)
-        self._on_one_host = len(nodes.members) == 1
+    ddp: DistributedDataParallel
+    make_step: Callable[[nn.Module], Callable[[], None]]
+    emit: Progress
+    place: torch.device
+
+    def __post_init__(self) -> None:
+        self._group = self.ddp.process_group
+        self._clock = Clock(self.place)
+        named = reduced_parameters(self.ddp)
+        self._parameters = len(named)
+        self._elements = sum(p.numel() * (1 + p.is_complex()) for _, p in named)
+
+    def run(self, hooks: Sequence[str], *, on_host: bool) -> Diagnosis:
+        nodes = found_nodes(self._group, self.place)
         *others, default = exchanges_to_choose_from(FOUND_NODES, nodes, on_host=on_host)
         options = {each.name: option_for(each.nodes) for each in others}
         # What to tell attach, so that it takes the exchange; without those that it cannot be told.
         self._options = {name: option for name, option in options.items() if option is not None}
-        self._default = default.name
-        self._candidates = [each for hook in hooks for each in self._candidates_of(hook)]
-        self._elements = sum(p.numel() * (1 + p.is_complex()) for _, p in reduced_parameters(ddp))
-
-    def run(self) -> Diagnosis:
-        self._emit("training steps without communication")
+        names = [*self._options, default.name] if self._options else [None]
+        candidates = [each for hook in hooks for each in _candidates(hook, names)]
+        on_one_host = len(nodes.members) == 1
+        self.emit("training steps without communication")
         silent = Trial([_NO_SYNC], self._clock, self._slowest)
         _, share = self._try(silent, _NO_SYNC)
         (waited,) = self._slowest([share])
         silent_s = silent.outcomes[0].seconds
-        trial = Trial(self._candidates, self._clock, self._slowest)
+        trial = Trial(candidates, self._clock, self._slowest)
         sent: dict[Candidate, int] = {}
         while (candidate := trial.current) is not None:
             again = " again" if candidate in sent else ""
-            self._emit(f"trying {candidate.name}{again}, {len(trial.waiting)} to go")
+            self.emit(f"trying {candidate.name}{again}, {len(trial.waiting)} to go")
             sent[candidate], _ = self._try(trial, candidate)
         plain = plain_of(trial.outcomes)
         steps = tuple(
@@ -330,40 +325,33 @@ class _Examination:
         )
         verdict = advise(trial.outcomes, silent_s, self._options)
         fastest = min(trial.outcomes, key=_seconds)
-        if self._place.type == "cpu" and fastest.seconds < _TOO_SHORT_S:
+        if self.place.type == "cpu" and fastest.seconds < _TOO_SHORT_S:
             verdict = (
                 f"Too short to tell: a step with {fastest.shown} is about as long as a processor's "
                 f"scheduler delays one ({plain.shown}); ask with the "
                 "model and the batch that you train."
             )
-        elif suits_diloco(self._ddp):
+        elif suits_diloco(self.ddp):
             verdict = f"{verdict.removesuffix('.')}{advise_diloco(trial.outcomes, silent_s)}."
-        if self._on_one_host:
+        if on_one_host:
             verdict = f"On one host, {verdict[:1].lower()}{verdict[1:]}"
         return Diagnosis(
             verdict=verdict,
             steps=steps,
             silent_s=silent_s,
             world_size=self._group.size(),
-            parameters=len(reduced_parameters(self._ddp)),
+            parameters=self._parameters,
             elements=self._elements,
-            device=self._place.type,
+            device=self.place.type,
             waited=waited,
-            on_one_host=self._on_one_host,
+            on_one_host=on_one_host,
         )
-
-    def _candidates_of(self, hook: str) -> list[Candidate]:
-        if hook in TORCH_DTYPES:
-            return [Candidate(hook, 8.0 * TORCH_DTYPES[hook].itemsize, needs_memory=False)]
-        codec = parse_codec(hook)
-        names = [*self._options, self._default] if self._options else [None]
-        return [Candidate(str(codec), codec.bits(), name) for name in names]
 
     def _try(self, trial: Trial, candidate: Candidate) -> tuple[int, float]:
         """Trains a copy under a candidate; returns the bytes that this rank sends per step, and
         `ProcessorWait.share` in the steps of the trial.
         """
-        ddp = self._ddp
+        ddp = self.ddp
         model = DistributedDataParallel(
             copy.deepcopy(ddp.module),
             process_group=self._group,
@@ -381,7 +369,7 @@ class _Examination:
         elif candidate is not _NO_SYNC:
             nodes = self._options.get(candidate.exchange or "", FOUND_NODES)
             state = attach(model, candidate.hook, nodes=nodes)
-        step = self._make_step(model)
+        step = self.make_step(model)
         with model.no_sync() if candidate is _NO_SYNC else nullcontext():
             for _ in range(_BEFORE):
                 step()
@@ -405,7 +393,14 @@ class _Examination:
             model.register_comm_hook(self._group, compress[hook])
 
     def _slowest(self, values: Sequence[float]) -> list[float]:
-        return most_of_ranks(values, self._group, self._place)
+        return most_of_ranks(values, self._group, self.place)
+
+
+def _candidates(hook: str, exchanges: Sequence[str | None]) -> list[Candidate]:
+    if hook in TORCH_DTYPES:
+        return [Candidate(hook, 8.0 * TORCH_DTYPES[hook].itemsize, needs_memory=False)]
+    codec = parse_codec(hook)
+    return [Candidate(str(codec), codec.bits(), name) for name in exchanges]
 
 
 def advise(

@@ -499,8 +499,7 @@ class DiLoCo:
             record = {**mine, **self._past()}
         except Exception as error:
             record = error_record(error)
-        # A rank that makes something else, such as a Reducer, has an envelope around its record.
-        records = [each.get("record") or each for each in gather_records(record, members, place)]
+        records = gather_records(record, members, place)
         raise_first_error(records, members)
         raise_first_mismatch([{key: r.get(key) for key in mine} for r in records], members)
         pasts = [(r["outer_steps"], r["last"]) for r in records]

@@ -134,24 +134,14 @@ class Choice:
 
     def saved(self) -> dict[str, Any]:
         """The fields for a checkpoint."""
-        return {
-            "codec": str(self.codec),
-            "exchange": self.exchange,
-            "made": self.made,
-            "step": self.step,
-            "next_check": self.next_check,
-            "interval": self.interval,
-        }
+        fields = ("exchange", "made", "step", "next_check", "interval")
+        return {"codec": str(self.codec), **{name: getattr(self, name) for name in fields}}
 
     def shown(self) -> dict[str, Any]:
         """The fields for `HookState.stats`."""
-        return {
-            "codec": str(self.codec),
-            "reason": self.reason,
-            "step": self.step,
-            "next_check": self.next_check,
-            "measured_ms": dict(self.measured_ms),
-        }
+        fields = ("reason", "step", "next_check")
+        shown = {"codec": str(self.codec), **{name: getattr(self, name) for name in fields}}
+        return {**shown, "measured_ms": dict(self.measured_ms)}
 
 
 class Chooser:

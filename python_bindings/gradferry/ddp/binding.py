@@ -95,11 +95,7 @@ def bind(
         native: also registers the native hook.
         is_bound: whether the calling state already has a model, which is an error on all ranks.
 
-    Raises:
-        ConfigError, StateError: this or another rank cannot; the same text on every rank.
-        RankMismatchError: the ranks differ; the same text on every rank.
-        PeerError: a rank did not come, or failed to set up its connections or memory. Nothing was
-            changed: all ranks can try again.
+    Raises as `start` does.
     """
     model = Model(ddp)
 

@@ -214,20 +214,11 @@ def _averages(
 def _reduce_scatter(
     config: Config, group: dist.ProcessGroup, modules: Sequence[ShardedModule]
 ) -> Attached:
-    # The order of FSDP2: shards of the first rank, then those of the second.
-    owned = [
-        (shard, rank)
-        for module in modules
-        for rank in range(dist.get_world_size(group))
-        for shard in module.shards
-    ]
+    def expect_free(module: ShardedModule) -> list[Shard]:
+        _expect_free(module, "a reduce-scatter", module.reduce_scatter)
+        return module.shards
 
-    def propose_here() -> Running:
-        for module in modules:
-            _expect_free(module, "a reduce-scatter", module.reduce_scatter)
-        return _propose(config, group, modules, {}, owned, "reduce_scatter")
-
-    running = _start(group, modules, propose_here)
+    running = _start_within(config, group, modules, expect_free, "reduce_scatter")
     hooks = _gradient_hooks(ReduceScatterHook, running, modules)
     part = f"group_of_rank_{min(world_ranks(group))}"
     return Attached(REDUCE_SCATTER, running, hooks, part)
@@ -236,15 +227,11 @@ def _reduce_scatter(
 def _all_gather(
     config: Config, group: dist.ProcessGroup, modules: Sequence[ShardedModule]
 ) -> Attached:
-    ranks = range(dist.get_world_size(group))
-    owned = [(shard, rank) for module in modules for rank in ranks for shard in module.gathered]
+    def expect_free(module: ShardedModule) -> list[Shard]:
+        _expect_free(module, "an all-gather", module.all_gather)
+        return module.gathered
 
-    def propose_here() -> Running:
-        for module in modules:
-            _expect_free(module, "an all-gather", module.all_gather)
-        return _propose(config, group, modules, {}, owned, "all_gather")
-
-    running = _start(group, modules, propose_here)
+    running = _start_within(config, group, modules, expect_free, "all_gather")
     calls = _calls_of(running)
     gathers = Gathers(running)
     hooks, first = [], 0
@@ -252,6 +239,26 @@ def _all_gather(
         hooks.append(GatherHook(running, module, number, calls, gathers, first))
         first += len(module.gathered) * running.world_size
     return Attached(ALL_GATHER, running, hooks, None, gathers)
+
+
+def _start_within(
+    config: Config,
+    group: dist.ProcessGroup,
+    modules: Sequence[ShardedModule],
+    shards_of: Callable[[ShardedModule], list[Shard]],
+    collective: str,
+) -> Running:
+    """Starts an exchange of the shard group, with shards in the order of FSDP2: those of the first
+    rank of a module, then those of the second.
+    """
+
+    def propose_here() -> Running:
+        ranks = range(dist.get_world_size(group))
+        shards = [(shards_of(module), rank) for module in modules for rank in ranks]
+        owned = [(shard, rank) for some, rank in shards for shard in some]
+        return _propose(config, group, modules, {}, owned, collective)
+
+    return _start(group, modules, propose_here)
 
 
 def _start(
