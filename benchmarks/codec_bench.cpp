@@ -123,10 +123,10 @@ class Subject {
   }
 
   RoofShape fastest_roof(const Operation& operation) {
-    RoofShape best = RoofShape::kPhased;
+    RoofShape best = RoofShape::kPlain;
     double best_seconds = 1e9;
     for (int round = 0; round < 3; ++round) {
-      for (int i = 0; i <= static_cast<int>(RoofShape::kInterleavedNonTemporal); ++i) {
+      for (int i = 0; i <= static_cast<int>(RoofShape::kAheadNonTemporal); ++i) {
         const auto shape = static_cast<RoofShape>(i);
         const double seconds = time_roof(operation, shape);
         if (seconds < best_seconds) best = shape;
@@ -275,12 +275,10 @@ void report(benchmark::State& state, const Group& group, const Operation& operat
   std::vector<double> cases, roofs, ratios;
   for (auto _ : state) {
     const double before = subject->time_roof(operation, shape);
-    const double taken = subject->time(operation);
-    const double after = subject->time_roof(operation, shape);
-    state.SetIterationTime(taken);
-    cases.push_back(taken);
-    roofs.insert(roofs.end(), {before, after});
-    ratios.push_back(0.5 * (before + after) / taken);
+    cases.push_back(subject->time(operation));
+    state.SetIterationTime(cases.back());
+    roofs.push_back(0.5 * (before + subject->time_roof(operation, shape)));
+    ratios.push_back(roofs.back() / cases.back());
   }
   const double gigabytes = subject->bytes_moved(operation) / 1e9;
   state.counters["GB/s"] = gigabytes / median(cases);

@@ -14,13 +14,12 @@ struct RoofStream {
   size_t bytes_per_slice;
 };
 
+// Each loop does, per slice, all reads, then all updates, then all writes.
 enum class RoofShape {
-  kPhased,             // per slice: all reads, then all updates, then all writes
-  kPhasedAhead,        // the same, and prefetches the next slice
-  kPhasedNonTemporal,  // as kPhased, with stores that bypass the caches
-  kPhasedAheadNonTemporal,
-  kInterleaved,  // one cache line of every stream in turn
-  kInterleavedNonTemporal,
+  kPlain,
+  kAhead,        // and prefetches the next slice
+  kNonTemporal,  // with stores that bypass the caches
+  kAheadNonTemporal,
 };
 
 // One per instruction set, from roof_loops.cpp.

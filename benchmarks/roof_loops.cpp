@@ -47,33 +47,14 @@ void phased(std::span<const RoofStream> streams, size_t num_slices) {
   }
 }
 
-template <bool kNonTemporal>
-void interleaved(std::span<const RoofStream> streams, size_t num_slices) {
-  F32 carried(0.0f);
-  size_t longest = 0;
-  for (const RoofStream& s : streams) {
-    longest = s.bytes_per_slice > longest ? s.bytes_per_slice : longest;
-  }
-  for (size_t slice = 0; slice < num_slices; ++slice) {
-    for (size_t offset = 0; offset < longest; offset += kLine) {
-      for (const RoofStream& s : streams) {
-        if (offset >= s.bytes_per_slice) continue;
-        touch<kNonTemporal>(s.kind, s.data + slice * s.bytes_per_slice + offset, carried);
-      }
-    }
-  }
-}
-
 }  // namespace
 
 void roof(RoofShape shape, std::span<const RoofStream> streams, size_t num_slices) {
   switch (shape) {
-    case RoofShape::kPhased: return phased<false, false>(streams, num_slices);
-    case RoofShape::kPhasedAhead: return phased<true, false>(streams, num_slices);
-    case RoofShape::kPhasedNonTemporal: return phased<false, true>(streams, num_slices);
-    case RoofShape::kPhasedAheadNonTemporal: return phased<true, true>(streams, num_slices);
-    case RoofShape::kInterleaved: return interleaved<false>(streams, num_slices);
-    case RoofShape::kInterleavedNonTemporal: return interleaved<true>(streams, num_slices);
+    case RoofShape::kPlain: return phased<false, false>(streams, num_slices);
+    case RoofShape::kAhead: return phased<true, false>(streams, num_slices);
+    case RoofShape::kNonTemporal: return phased<false, true>(streams, num_slices);
+    case RoofShape::kAheadNonTemporal: return phased<true, true>(streams, num_slices);
   }
 }
 

@@ -41,7 +41,7 @@ if command -v "$python" >/dev/null; then
 else
   missing+=(python3 python3-venv python3-dev)
 fi
-# Fashion-MNIST for the vision demo, iproute2 for benchmarks on a link, valgrind for one slow test.
+# Fashion-MNIST for the task tiny_vision, iproute2 for benchmarks on a link, valgrind for one slow test.
 # Nothing else needs them, so only Debian offers them.
 optional=(dataset-fashion-mnist iproute2 valgrind)
 if [[ $purpose == tests && -f /etc/debian_version ]]; then

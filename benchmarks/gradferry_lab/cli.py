@@ -22,10 +22,6 @@ _MODULES = {
     "plan": plan,
     "converge": converge,
 }
-_NO_OVERLAP = (
-    "there is no bench overlap any more: torch.profiler traces a step, state.events() has the "
-    "times of its buckets, and bench train says what a hook adds to a step (exposed ms)"
-)
 _EXIT_FAILED = 1
 _EXIT_USAGE = 2  # as argparse does
 _EXIT_INTERRUPTED = 130  # as shells do: 128 + SIGINT
@@ -38,8 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        if command_line[:2] == ["bench", "overlap"]:
-            raise ConfigError(_NO_OVERLAP)
         arguments = parser().parse_args(command_line)  # options name what this machine can run
         arguments.command_line = command_line  # for commands that start themselves again elsewhere
         code: int = arguments.run(arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from gradferry_lab import flags
 from gradferry_lab.output.curves import Curve, draw_loss_curves
 from gradferry_lab.output.json_file import save_rows
 from gradferry_lab.output.progress import Doing, StatusLine
-from gradferry_lab.output.table import Column, Table, print_line, print_table
+from gradferry_lab.output.table import Column, Row, Table, marked, print_line, print_table
 from gradferry_lab.ranks.everywhere import run_everywhere
 from gradferry_lab.ranks.hosts import LOOPBACK, Where
 from gradferry_lab.ranks.launch import (
@@ -28,24 +28,19 @@ from gradferry_lab.ranks.launch import (
 )
 from gradferry_lab.ranks.network import Network, check_network, parse_link
 from gradferry_lab.workloads import TASKS, load_task
-from gradferry_lab.workloads.hook_names import PLAIN_DDP, TORCH_HOOKS, check_hook
+from gradferry_lab.workloads.hooks import PLAIN_DDP, TORCH_HOOKS, check_hook
 from gradferry_lab.workloads.task import Task
 from gradferry_lab.workloads.training import Training, TrainingRun, check_size
 
 DEFAULT_HOOKS = (PLAIN_DDP, "torch:fp16", "q4", "sign1+momentum=0.8")
 _LINK = "1gbit"  # where this process may make one
-_SHAPING = {"task", "hooks", "steps", "ranks", "link"}  # options that decide how long it takes
 _GIGABIT = 1e9  # bits per second
-
-Row = Mapping[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `gradferry demo`."""
     parser.add_argument(
-        "--task",
-        default="text",
-        help=f"what to train: {' or '.join(TASKS)} (default: %(default)s)",
+        "--task", default="text", help=f"what to train: {' or '.join(TASKS)} (default: text)"
     )
     flags.add_hooks(
         parser,
@@ -70,9 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"such a link can be made, else loopback). Under torchrun the network is what it is, and "
         f"this only names it",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of model and data, the same for all (default: 0)"
-    )
+    flags.add_seed(parser)
     parser.add_argument(
         "--out",
         type=Path,
@@ -95,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     obstacle = _choose_link(arguments)
     console = Console()
     if placement.rank == 0 and not Outbox.of_this_rank():  # else the command on the host said it
-        _make_folder(arguments.out)
+        flags.make_folder(arguments.out)
         for line in [*_plan(task, hooks, steps, arguments), *obstacle]:
             print_line(console, line)
 
@@ -165,17 +158,10 @@ def _plan(task: Task, hooks: Sequence[str], steps: int, arguments: argparse.Name
         where = "over loopback"
     else:
         where = f"on a link of {link} between network namespaces"
-    as_usual = not torchrun_placement() and not _SHAPING & set(vars(arguments).get("given", {}))
-    lines = [
+    return [
         f"Task {task.name}: {task.source}.",
         f"{len(hooks)} trainings of {steps} steps take turns, step by step, {where}.",
     ]
-    if as_usual:
-        lines.append(
-            "The first step comes after some 15 seconds; all take about 2 minutes on two idle "
-            "cores."
-        )
-    return lines
 
 
 def compare_hooks(
@@ -200,13 +186,6 @@ def compare_hooks(
             emit(Doing(text, step / steps))
         in_turn.reverse()
     return [training.finish() for training in trainings], waited
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {folder}: cannot make this folder: {error}") from error
 
 
 def _row(task: Task, run: TrainingRun, steps: int, seed: int, link: str) -> dict[str, Any]:
@@ -236,7 +215,10 @@ def demo_table(rows: Sequence[Row], waited: float = 0.0) -> Table:
         Column("hook", _name, is_number=False),
         Column("final\nloss", lambda row: f"{row['final_loss']:.4f}"),
         Column("against\nplain DDP", lambda row: _against(row, plain)),
-        Column("bytes sent\nper step ", _bytes_sent),
+        Column(
+            "bytes sent\nper step ",
+            lambda row: marked(row["wire_bytes_per_step"], row["wire_bytes_measured"]),
+        ),
         Column("times\nfewer", lambda row: f"{row['ratio']:.2f}" if row["ratio"] else "-"),
     ]
     if _has_times(rows):
@@ -264,11 +246,6 @@ def _name(row: Row) -> str:
 
 def _against(row: Row, plain: Row | None) -> str:
     return "-" if plain is None else f"{100 * (row['final_loss'] / plain['final_loss'] - 1):+.2f} %"
-
-
-def _bytes_sent(row: Row) -> str:
-    mark = " " if row["wire_bytes_measured"] else "*"
-    return f"{row['wire_bytes_per_step']:,}{mark}"
 
 
 def _notes(task: Task, rows: Sequence[Row], waited: float) -> list[str]:

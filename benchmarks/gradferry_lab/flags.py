@@ -10,7 +10,6 @@ from typing import Any
 from gradferry.errors import ConfigError
 
 _COUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-_BUCKET_CAPS_MB = (4.0, 10.0, 25.0)
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,6 +44,14 @@ def file_to_write(text: str) -> Path:
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{text} is no file; name one that may be replaced")
     return path.resolve() if path.is_symlink() else path
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the folder of --out. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: cannot make this folder: {error}") from error
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -98,28 +105,6 @@ def add_hooks(parser: argparse.ArgumentParser, default: Sequence[str], what: str
         default=list(default),
         metavar="HOOK",
         help=f"{what} (default: {' '.join(default)})",
-    )
-
-
-def add_bucket_caps(parser: argparse.ArgumentParser, what: str) -> None:
-    """Declares --bucket-caps. `what`: what becomes of every hook."""
-    parser.add_argument(
-        "--bucket-caps",
-        nargs="+",
-        type=float,
-        default=list(_BUCKET_CAPS_MB),
-        metavar="MB",
-        help=f"DDP's bucket_cap_mb: every hook is {what} (default: 4 10 25)",
-    )
-
-
-def add_turns(parser: argparse.ArgumentParser) -> None:
-    """Declares --rounds and --steps, of hooks that take turns."""
-    parser.add_argument(
-        "--rounds", type=int, default=20, help="turns of every hook (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=3, help="training steps in a turn (default: %(default)s)"
     )
 
 

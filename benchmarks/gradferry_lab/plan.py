@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,18 +28,19 @@ from rich.console import Console
 
 from gradferry_lab import flags
 from gradferry_lab.output.json_file import save_rows
-from gradferry_lab.output.table import Column, Table, print_line, print_table
+from gradferry_lab.output.table import Column, Row, Table, print_line, print_table
 from gradferry_lab.ranks.hosts import busiest_host
 from gradferry_lab.ranks.network import parse_rate
-from gradferry_lab.workloads.hook_names import (
+from gradferry_lab.workloads.hooks import (
     BACKEND_HOOKS,
     POWERSGD,
     RULERS,
     SHARDED_NATIVE,
+    all_reduce_bytes,
     hook_config,
+    ring_exchange,
     split_options,
 )
-from gradferry_lab.workloads.hooks import all_reduce_bytes, ring_exchange
 from gradferry_lab.workloads.parallel import (
     DDP,
     FSDP,
@@ -58,7 +59,6 @@ from gradferry_lab.workloads.sharded_bytes import (
 _FP32 = "torch:fp32"
 _PER_NODE = 8  # GPUs, where --world consists of such nodes
 _MOST_PLANNED = 4  # buckets; all of a model are alike
-_SMOKE: dict[str, Any] = {"world": 16, "params": 2e7, "hooks": [_FP32, "torch:bf16", "q4"]}
 
 _EXCHANGES = {
     DDP: "flat: every GPU sends to every other, and the GPUs of a node share its card. two-level: "
@@ -72,7 +72,6 @@ _EXCHANGES = {
     "inside. Every GPU sends its shard's part to those that hold it on other nodes.",
 }
 
-Row = Mapping[str, Any]
 _Sent = tuple[str, str | None, int, int]  # hook, exchange, bytes: of a rank, of a card
 
 
@@ -102,7 +101,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the model, such as 125M or 7B (default: 1.3B)",
     )
-    parser.add_argument("--gpu", help=argparse.SUPPRESS)  # refused, with what to say instead
     parser.add_argument(
         "--compute-ms",
         help="of forward and backward on one GPU without communication; gives bounds of a step",
@@ -123,19 +121,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flags.add_wide(parser)
     flags.add_json(parser)
-    parser.add_argument(
-        "--smoke", action="store_true", help="a small model and few hooks, to see that all works"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Computes and reports. Raises ConfigError when an option is wrong."""
-    flags.apply_smoke(arguments, _SMOKE)
-    if arguments.gpu is not None:
-        raise ConfigError(
-            f"--gpu {arguments.gpu}: plan knows no GPUs; say by --compute-ms how many milliseconds "
-            "forward and backward take on yours"
-        )
     cluster = _cluster(arguments)
     rows = list(_rows(cluster, _checked(arguments), arguments))
     console = Console()

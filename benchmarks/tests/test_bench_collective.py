@@ -26,11 +26,10 @@ from world import World
 ROW_KEYS = {
     "op", "size", "count", "type", "codec", "exchange", "chosen", "time", "algbw", "busbw", "wrong",
     "wire", "ratio", "enc", "dec", "net", "rel_err", "speedup", "speedup_low", "speedup_high",
-    "iters", "interval_coverage", "time_min", "time_max", "wire_measured", "interface_bytes",
-    "interface_bytes_formula", "link", "ranks", "hosts", "ranks_per_host", "device",
+    "iters", "interval_coverage", "time_min", "time_max", "wire_measured", "link", "ranks", "hosts",
+    "ranks_per_host", "device",
 }  # fmt: skip
 WHERE = Where("1gbit", ranks=4, hosts=4, ranks_per_host=1)
-CODECS = tuple(_native.canonical_codec(str(codec["name"])) for codec in _native.codecs())
 
 
 def test_collective_smoke_compares_with_the_backends_own(rows_of, capsys):
@@ -42,7 +41,6 @@ def test_collective_smoke_compares_with_the_backends_own(rows_of, capsys):
     for row in rows:
         assert set(row) == ROW_KEYS
         assert row["wrong"] == 0
-        assert (row["interface_bytes"], row["interface_bytes_formula"]) == (None, 0)
         assert row["algbw"] == pytest.approx(row["size"] / row["time"] / 1e3)
         assert row["busbw"] == pytest.approx(row["algbw"])  # 2 ranks
         assert row["ratio"] == pytest.approx(row["size"] / row["wire"])  # of 2 ranks
@@ -52,7 +50,6 @@ def test_collective_smoke_compares_with_the_backends_own(rows_of, capsys):
         assert (row["rel_err"] > 0) == codec
     shown = capsys.readouterr().out
     assert "(50 %)" in shown
-    assert "interface" not in shown  # nothing leaves the host
 
 
 def case_compare(hosts: Nodes | None = None, **options: Any) -> list[CollectiveOutcome]:
@@ -69,27 +66,12 @@ SIZES = (4, 4 * 4100, 4 * 600_000)
 
 
 @pytest.mark.torch_core
-def test_every_codec_gives_what_its_functions_give(worlds):
-    options = {"names": (*TORCH_DTYPES, *CODECS), "sizes": SIZES}
-    for outcomes in worlds(3).run(case_compare, **options):
-        assert len(outcomes) == len(SIZES) * (len(TORCH_DTYPES) + len(CODECS))
-        for outcome in outcomes:
-            assert outcome.wrong == 0, outcome
-            assert outcome.wire_bytes == outcome.interface_formula > 0
-            # Sums are exact; a mean is once rounded, to 2^-24, unless the number of ranks is 2.
-            if outcome.name in TORCH_DTYPES or outcome.name == "exact":
-                assert outcome.relative_error <= 2.0**-24
-
-
-@pytest.mark.parametrize(
-    "members",
-    [((0, 1), (2, 3)), ((0, 2), (1,))],
-)
+@pytest.mark.parametrize("members", [((0, 1), (2, 3)), ((0, 2), (1,))])
 def test_both_exchanges_give_and_send_what_their_formulas_say(
     worlds, members: tuple[tuple[int, ...], ...]
 ) -> None:
-    hosts = Nodes(tuple(map(tuple, members)))
-    names, exchanges = ("q4",), ("flat", "two-level")
+    hosts = Nodes(members)
+    names, exchanges = ("q4", "topk:ratio=0.01,values=q4"), ("flat", "two-level")
     # The last has several chunks, as a rank sends at most 2 MB of gradient to a sibling at once, or
     # less where siblings are many.
     sizes = (*SIZES, 6 << 20)
@@ -110,7 +92,6 @@ def test_both_exchanges_give_and_send_what_their_formulas_say(
                 for rank in range(hosts.world_size)
             ]
             assert one.wire_bytes == max(sent)
-            assert one.interface_formula <= sum(sent)
 
 
 def case_compare_on_device(**options: Any) -> list[CollectiveOutcome]:
@@ -129,9 +110,7 @@ def test_a_device_gives_what_the_functions_give(device_worlds):
         assert [outcome.name for outcome in outcomes] == 2 * list(names)
         for outcome in outcomes:
             assert outcome.wrong == 0, outcome
-            # On a device the commit of a step is sent with the next one.
-            commit = 0 if outcome.name in TORCH_DTYPES else _native.COMMIT_BYTES
-            assert outcome.wire_bytes == outcome.interface_formula - commit > 0
+            assert outcome.wire_bytes > 0
             assert not outcome.phase_ms  # the host only enqueues
 
 

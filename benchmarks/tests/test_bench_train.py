@@ -22,9 +22,9 @@ KEYS = {
     "ratio_to_none", "wire_bytes", "exposed_ms", "ratio_to_none_low", "ratio_to_none_high",
     "ratio_to_sync", "ratio_to_sync_low", "ratio_to_sync_high", "speedup", "speedup_low",
     "speedup_high", "interval_coverage", "wire_bytes_measured", "wire_bytes_formula",
-    "interface_bytes", "interface_bytes_formula", "hosts", "ranks_per_host", "until_loss",
-    "steps_to_loss", "seconds_to_loss", "encode_ms", "network_ms", "reduce_ms", "decode_ms",
-    "cpu_ms", "model", "device", "seed", "round_ms", "trial_ms", "last_step", "parallel",
+    "interface_bytes", "interface_bytes_formula", "hosts", "ranks_per_host", "encode_ms",
+    "network_ms", "reduce_ms", "decode_ms", "model", "device", "seed", "round_ms", "trial_ms",
+    "parallel",
 }  # fmt: skip
 
 
@@ -36,33 +36,11 @@ def check_row(row: dict) -> None:
         assert row[f"{ratio}_low"] <= row[ratio] <= row[f"{ratio}_high"]
     assert row["wire_bytes"] == row["wire_bytes_formula"]
     assert row["trial_ms"][f"{row['bucket_cap_mb']:g}"] == min(row["trial_ms"].values())
-    assert row["cpu_ms"]["main"] > 0
-    step = row["last_step"]
-    assert 0 < step["backward_ms"] < step["backward_end_ms"] < step["end_ms"]
-    assert bool(step["buckets"]) == (row["hook"] in ("torch:fp16", "q4"))
-    for bucket in step["buckets"]:
-        assert step["backward_ms"] < bucket["begin_ms"] < bucket["complete_ms"]
     for phase in ("encode_ms", "network_ms", "reduce_ms", "decode_ms"):
         assert (row[phase] is not None) == (row["hook"] == "q4")
 
 
 SMOKE = ["bench", "train", "--smoke"]
-
-
-@pytest.mark.slow
-def test_train_smoke_compares_hooks_on_loopback(rows_of, capsys):
-    rows = rows_of(*SMOKE)
-    for row in rows:
-        check_row(row)
-        # Nothing leaves the host.
-        assert (row["interface_bytes"], row["interface_bytes_formula"]) == (None, 0)
-    none, sync, fp16, q4 = rows
-    assert (none["ratio_to_none"], none["exposed_ms"], none["wire_bytes"]) == (1, 0, 0)
-    assert (sync["ratio_to_sync"], sync["wire_bytes"]) == (1, 4)  # one fp32 element
-    assert fp16["speedup"] == 1  # it is the best of PyTorch's own here
-    assert 3.5 < fp16["wire_bytes"] / q4["wire_bytes"] < 3.75  # 16 bits against 4.3 and exempt ones
-    shown = capsys.readouterr().out
-    assert "gradferry bench train: small, 2 ranks, link loopback, 2 rounds" in shown
 
 
 @pytest.mark.usefixtures("namespaces_allowed")
@@ -113,9 +91,8 @@ def test_gathers_and_the_reduce_scatter_are_compared(worlds):
     hooks = ("none", *SHARDED_HOOKS["fsdp"])
     elements = sum(p.numel() for p in MODELS["small"](2).build_model().parameters())
     for outcomes in worlds(2).run(case_sharded, parallel="fsdp", hooks=hooks):
-        for outcome in outcomes:
-            assert outcome.wire_bytes == outcome.wire_formula
         sent = {outcome.hook: outcome.wire_bytes for outcome in outcomes}
+        assert sent == {outcome.hook: outcome.wire_formula for outcome in outcomes}
         assert sent["none"] == 0
         # Half of the elements to the other rank; what is left beside the blocks is gathered once.
         gathered = 2 * (sent["torch:fp32"] - sent["torch:bf16"])
@@ -124,25 +101,9 @@ def test_gathers_and_the_reduce_scatter_are_compared(worlds):
         assert 1.8 * scattered < gathered < 2 * scattered
         # Exempt parameters are sent as they are.
         assert sent["q4+all_gather=off"] - gathered == pytest.approx(0.14 * scattered, rel=0.1)
-        assert sent["off+all_gather=bf16"] == pytest.approx(sent["torch:bf16"], rel=0.01)
-        in_q8 = sent["q4"] - (sent["q4+all_gather=off"] - gathered)
-        assert in_q8 == pytest.approx(0.26 * gathered, rel=0.05)
-        assert sent["off+all_gather=q8"] == scattered + in_q8
-        forward = in_q8 - (sent["q4"] - sent["q4+keep_gathered=True"])
-        assert forward == pytest.approx(0.26 * scattered, rel=0.05)
+        assert sent["off+all_gather=q8"] - scattered == pytest.approx(0.26 * gathered, rel=0.05)
         measured = [outcome.hook for outcome in outcomes if outcome.wire_measured]
         assert measured == ["q4", "q4+keep_gathered=True"]
-
-
-def test_training_until_a_loss_says_how_long_it_takes(world_of_2: World):
-    # A transformer that knows nothing has ln 256 = 5.5; 10 steps take it well below 5.
-    answers = world_of_2.run(
-        case_contest, model="small", hooks=("none", "q4"), until_loss=5.0, most_steps=10
-    )
-    for none, q4 in answers:
-        assert none.reached is None  # it does not train
-        assert q4.reached.steps == 10
-        assert q4.reached == answers[0][1].reached
 
 
 def test_a_model_of_the_users_is_trained(world_of_2: World):
@@ -157,18 +118,15 @@ def test_a_model_of_the_users_is_trained(world_of_2: World):
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "message"),
+    ("model", "message"),
     [
-        ("scores", {}, r"own_models:scores: the model returned Tensor.*must return its loss"),
-        ("bare", {}, r"own_models:bare: a batch is a Tensor.*must be a tuple.*\(x,\)"),
-        ("nothing", {}, r"own_models:nothing returned None; it must be \(model, batch_fn\)"),
-        ("tensors", {"until_loss": 1.0}, "own_models:tensors has no validation data"),
+        ("scores", r"own_models:scores: the model returned Tensor.*must return its loss"),
+        ("bare", r"own_models:bare: a batch is a Tensor.*must be a tuple.*\(x,\)"),
+        ("nothing", r"own_models:nothing returned None; it must be \(model, batch_fn\)"),
     ],
 )
-def test_a_model_that_cannot_be_used_is_a_clear_error(world_of_2: World, model, options, message):
-    for answer in world_of_2.run(
-        case_contest, model=f"own_models:{model}", hooks=("none",), **options
-    ):
+def test_a_model_that_cannot_be_used_is_a_clear_error(world_of_2: World, model, message):
+    for answer in world_of_2.run(case_contest, model=f"own_models:{model}", hooks=("none",)):
         assert isinstance(answer, ConfigError)
         assert re.search(message, str(answer)), answer
 

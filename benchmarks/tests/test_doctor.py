@@ -63,57 +63,51 @@ def steps_of(ms: float | tuple[float, ...]) -> tuple[float, ...]:
     return tuple(1e-3 * value for value in each)
 
 
+# What a verdict begins with and, after "...", what else it says. A step without communication takes
+# 90 ms.
 @pytest.mark.parametrize(
-    ("ms", "sentence"),
+    ("ms", "said"),
     [
         (
             {"torch:fp32": 100.2, "torch:bf16": 100.1, "q4": 100.3},
-            "Do not compress: torch:fp32 takes 100.2 ms per step, a step without communication "
-            "90.0 ms, and the fastest codec, q4 100.3 ms.",
+            "Do not compress: ...torch:fp32 takes 100.2 ms...90.0 ms...the fastest codec, q4 100.3",
         ),
         (
             {"torch:fp32": 150, "torch:bf16": 120, "q4": 130},
-            "Use torch:bf16: it takes 120.0 ms per step, torch:fp32 150.0 ms, 1.25 times as long, "
-            "a step without communication 90.0 ms.",
+            "Use torch:bf16: ...1.25 times as long",
         ),
         (
             {"torch:fp32": 900, "torch:bf16": 500, "q8": 201, "q4": 200},
-            "Use q8: it takes 201.0 ms per step, torch:fp32 900.0 ms, 4.48 times as long, a step "
-            "without communication 90.0 ms; q4 200.0 ms is less precise and less than 2% faster.",
+            "Use q8: ...900.0 ms, 4.48 times...q4 200.0 ms is less precise and less than 2% faster",
         ),
-        (
-            {"torch:fp32": 900, "q4": 200, "sign1": 110},
-            "Use q4: it takes 200.0 ms per step, torch:fp32 900.0 ms, 4.50 times as long, a step "
-            "without communication 90.0 ms.",
-        ),
+        ({"torch:fp32": 900, "q4": 200, "sign1": 110}, "Use q4: ...4.50 times as long"),
         (
             {"torch:fp32": 900, "q4 flat": 300, "q4 two-level": 200},
-            "Use q4 (two-level): it takes 200.0 ms per step, torch:fp32 900.0 ms, 4.50 times as "
-            "long, a step without communication 90.0 ms; attach with nodes=2.",
+            "Use q4 (two-level): it takes 200.0 ms per step...attach with nodes=2",
         ),
         (
             {"torch:fp32": 900, "q4": 250, "rht:bits=3": 200},
-            "Use rht:bits=3: it takes 200.0 ms per step, torch:fp32 900.0 ms, 4.50 times as long, "
-            "a step without communication 90.0 ms; with AdamW it ended 0.73 % above fp32 on text "
-            "and 1.72 % on images.",
+            "Use rht:bits=3: ...with AdamW it ended 0.73 % above fp32 on text and 1.72 % on images",
         ),
         # Where steps leave the order open the default is taken.
         (
             {"torch:fp32": 300, "q8": (90, 95, 100, 105, 110), "q4": (80, 100, 110, 120, 140)},
-            "Use q4: it takes 110.0 ms per step, torch:fp32 300.0 ms, 2.73 (2.14..3.75) times as "
-            "long, a step without communication 90.0 ms; q8 is level here, 0.91 (0.79..1.12) times "
-            "as long.",
+            "Use q4: ...2.73 (2.14..3.75) times as long...q8 is level here, 0.91 (0.79..1.12)",
         ),
         (
             {"torch:fp32": (90, 95, 100, 105, 130), "q8": 95, "q4": (80, 85, 90, 95, 140)},
-            "Do not compress: torch:fp32 takes 100.0 ms per step, a step without communication "
-            "90.0 ms, and the fastest codec, q4 90.0 (80.0..140.0) ms; q8 is level here, 0.95 "
-            "(0.73..1.06) times as long; q4 is level here, 0.90 (0.89..1.08) times as long.",
+            "Do not compress: ...q4 90.0 (80.0..140.0) ms...q8 is level here...q4 is level here",
         ),
     ],
 )
-def test_the_verdict_is_one_sentence(ms: dict[str, float], sentence: str) -> None:
-    assert advise(outcomes(ms), 0.09, {"two-level": 2}) == sentence
+def test_the_verdict_is_one_sentence_and_names_what_it_rests_on(ms: Any, said: str) -> None:
+    verdict = advise(outcomes(ms), 0.09, {"two-level": 2})
+    first, *others = said.split("...")
+    # Numbers like (2.14..3.75) have two dots alone.
+    assert verdict.startswith(first)
+    places = [verdict.index(other) for other in others]
+    assert places == sorted(places)
+    assert verdict.endswith(".")
 
 
 # A step without communication takes 125 ms, and a period 20 times as long as an outer step.
@@ -190,7 +184,9 @@ def test_the_text_has_the_verdict_first_and_every_hook() -> None:
         Step("torch:fp32", None, 0.8, Interval(1, 1, 1), 2, 32000, is_advised=True),
     )
     found = Diagnosis("Use q4.", steps, 0.09, 4, 2, 1000, "cpu")
-    assert str(found).splitlines()[:7] == [
+    lines = str(found).splitlines()
+    assert max(map(len, lines[:7])) <= 80
+    assert lines[:7] == [
         "Use q4.",
         "",
         "hook                  ms per step       times faster  bytes per step",
@@ -199,9 +195,8 @@ def test_the_text_has_the_verdict_first_and_every_hook() -> None:
         "torch:fp32        800.0 (2 steps)               1.00          32,000",
         "no communication             90.0               8.89               0",
     ]
-    assert "4 ranks, 1,000 elements in 2 parameters on cpu" in str(found)
-    assert "(2 steps): so much slower than another that no more were made." in str(found)
-    assert "*: trains well only in momentum mode (momentum=)." in str(found)
+    for part in ("4 ranks, 1,000 elements in 2 parameters on cpu", "(2 steps): ", "*: "):
+        assert part in "\n".join(lines[7:])
 
 
 # By thread: milliseconds on a processor and waiting for one, before and after.
@@ -221,18 +216,13 @@ def test_waiting_is_a_share_of_the_time_that_threads_were_ready(
     assert ProcessorWait(lambda: next(readings)).share() == share
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/schedstat").exists(), reason="this kernel does not tell how threads waited"
-)
-def test_threads_of_this_process_are_read() -> None:
-    times = thread_times()
-    assert str(threading.get_native_id()) in times
-    assert sum(ran for ran, _ in times.values()) > 0
-
-
-def test_threads_that_have_ended_and_other_systems_count_nothing(
+def test_threads_are_read_those_that_have_ended_and_other_systems_count_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if Path("/proc/self/schedstat").exists():
+        times = thread_times()
+        assert str(threading.get_native_id()) in times
+        assert sum(ran for ran, _ in times.values()) > 0
     monkeypatch.setattr(schedule, "_THREADS", tmp_path / "none")
     assert thread_times() == {}
     monkeypatch.setattr(schedule, "_THREADS", tmp_path)
@@ -251,20 +241,14 @@ def diagnosis(**changes: Any) -> list[str]:
 
 def test_doubts_come_right_after_the_verdict() -> None:
     assert diagnosis(waited=BUSY - 0.01)[:2] == ["A verdict.", ""]
-    verdict, busy, empty, *_ = diagnosis(waited=0.43)
+    verdict, one_host, busy, empty, *_ = diagnosis(waited=0.43, on_one_host=True)
     assert (verdict, empty) == ("A verdict.", "")
-    assert busy.startswith(
-        "This machine is busy: in steps without communication threads waited 43%"
-    )
-    _, one_host, busy, _, *_ = diagnosis(waited=0.43, on_one_host=True)
-    assert one_host.startswith("All ranks share one host")
-    assert one_host.endswith("or as root `gradferry doctor --link 1gbit`.")
-    assert busy.startswith("This machine is busy")
+    assert "share one host" in one_host
+    assert "`gradferry doctor --link 1gbit`" in one_host
+    assert "busy" in busy
+    assert "43%" in busy
     _, one_host, *_ = diagnosis(device="cuda", on_one_host=True)
-    assert one_host == (
-        "All ranks share one host, so nothing crossed a network between hosts. For yours, run this "
-        "under torchrun on its machines."
-    )
+    assert "--link" not in one_host  # namespaces have no GPU of their own
 
 
 @pytest.mark.parametrize(
@@ -275,16 +259,14 @@ def test_times_are_rounded_for_people(seconds: float, text: str) -> None:
     assert about(seconds) == text
 
 
-SMOKE = ("doctor", "--smoke")
-
-
-def check_rows(rows: list[dict[str, Any]], hooks: set[str]) -> dict[str, dict[str, Any]]:
-    *steps, verdict = rows
-    assert {row["kind"] for row in steps} == {"step"}
+@pytest.mark.usefixtures("namespaces_allowed")
+def test_doctor_on_a_slow_link_says_compress(rows_of, capfd) -> None:
+    *steps, verdict = rows_of("doctor", "--smoke", "--link", "100mbit")
     found = {row["hook"]: row for row in steps}
-    assert set(found) == hooks
-    assert verdict["kind"] == "verdict"
-    assert verdict["none_ms"] > 0
+    assert set(found) == {"torch:fp32", "q4"}
+    for row in (*steps, verdict):
+        assert row["kind"] == ("verdict" if row is verdict else "step")
+        assert (row["ranks"], row["hosts"], row["ranks_per_host"]) == (2, 2, 1)
     for row in steps:
         assert row["ratio_to_none"] == pytest.approx(row["ms"] / verdict["none_ms"])
         assert row["steps"] in (2, 5, 10, 15)
@@ -292,22 +274,12 @@ def check_rows(rows: list[dict[str, Any]], hooks: set[str]) -> dict[str, dict[st
     # A ring of two ranks sends all of fp32; q4 sends some 4.3 bits, in a step of many.
     assert found["torch:fp32"]["wire_bytes"] == 4 * verdict["elements"]
     assert 6 < found["torch:fp32"]["wire_bytes"] / found["q4"]["wire_bytes"] < 8
-    return found
-
-
-@pytest.mark.usefixtures("namespaces_allowed")
-def test_doctor_on_a_slow_link_says_compress(rows_of, capfd) -> None:
-    rows = rows_of(*SMOKE, "--link", "100mbit")
-    found = check_rows(rows, {"torch:fp32", "q4"})
-    assert {(row["ranks"], row["hosts"], row["ranks_per_host"]) for row in rows} == {(2, 2, 1)}
     # 3.49 MB at 0.1 Gb/s are 279 ms at the least, of which q4 sends a seventh.
     assert found["torch:fp32"]["ms"] > 279
-    assert rows[-1]["text"].startswith("Use q4: ")
     shown = capfd.readouterr().out
-    assert rows[-1]["text"] in shown
-    assert "gradferry doctor: small, 2 ranks" in shown
-    assert "with --smoke figures mean nothing" in shown
-    assert "link 100mbit" in shown
+    assert verdict["text"].startswith("Use q4: ")
+    for said in (verdict["text"], "small, 2 ranks", "--smoke figures mean nothing", "link 100mbit"):
+        assert said in shown
 
 
 def case_own_model() -> tuple[str, list[str], bool]:
@@ -381,25 +353,16 @@ def case_bad_batches() -> list[str]:
     ddp = DistributedDataParallel(nn.Linear(300, 1))
     x = torch.randn(4, 300)
     said = []
-    for batch_fn in (
-        lambda: x, lambda: None, lambda: (x, x), lambda: {"y": x}, lambda n: (x,), (x,),
-    ):  # fmt: skip
-        try:
+    for batch_fn in (lambda: x, lambda: None, lambda: (x, x), lambda: {"y": x}, lambda n: (x,), x):
+        with pytest.raises(ConfigError) as refused:
             gradferry.doctor(ddp, batch_fn, hooks=["q4"], show=False)
-        except ConfigError as error:
-            said.append(str(error))
+        said.append(str(refused.value))
     return said
 
 
 def test_doctor_says_what_a_batch_must_be(world_of_2: World) -> None:
-    expected = (
-        r"batch_fn: a batch is a Tensor; it must be a tuple or list .*one tensor alone is \(x,\)",
-        r"batch_fn: a batch is None; it must be",
-        r"batch_fn: the model's forward\(input: .* does not take a batch of 2 values: too many",
-        r"does not take a batch of y: missing a required argument: 'input'",
-        r"batch_fn must be a function without arguments .*'n'",
-        r"batch_fn must be a function without arguments .* cannot be called",
-    )
+    named = ("(x,)", "None", "2 values", "'input'", "'n'", "cannot be called")
     for said in world_of_2.run(case_bad_batches):
-        for sentence, pattern in zip(said, expected, strict=True):
-            assert re.search(pattern, sentence, re.DOTALL), sentence
+        for sentence, part in zip(said, named, strict=True):
+            assert "batch_fn" in sentence
+            assert part in sentence

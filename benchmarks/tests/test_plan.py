@@ -12,14 +12,14 @@ KEYS = [
     "link", "transfer_ms", "compute_ms", "least_step_ms", "most_step_ms", "world", "gpus_per_node",
     "params", "parallel",
 ]  # fmt: skip
-SMOKE = ("plan", "--smoke")
-ELEMENTS, WORLD = 2e7, 16  # of --smoke
+ELEMENTS, WORLD = 2e7, 16
+SMALL = ("plan", "--world", "16", "--params", "2e7", "--hooks", "torch:bf16", "q4")
 
 
-def test_smoke_shows_bytes_and_says_that_they_are_arithmetic(
+def test_a_plan_shows_bytes_and_says_that_they_are_arithmetic(
     rows_of: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = rows_of(*SMOKE, "--link", "10gbit", "25gbit")
+    rows = rows_of(*SMALL, "--link", "10gbit", "25gbit")
     assert [(row["hook"], row["exchange"]) for row in rows[::2]] == [
         ("torch:fp32", None), ("torch:bf16", None), ("q4", "flat"), ("q4", "two-level"),
     ]  # fmt: skip
@@ -32,7 +32,7 @@ def test_smoke_shows_bytes_and_says_that_they_are_arithmetic(
 
 
 def test_times_are_bytes_over_the_rate(rows_of: Any) -> None:
-    rows = rows_of(*SMOKE, "--link", "500mbit", "--gpus-per-node", "1")
+    rows = rows_of(*SMALL, "--link", "500mbit", "--gpus-per-node", "1")
     ms = {row["hook"]: row["transfer_ms"] for row in rows}
     fp32 = 1e3 * 2 * (WORLD - 1) / WORLD * 4 * ELEMENTS / (500e6 / 8)
     assert ms["torch:fp32"] == pytest.approx(fp32, rel=1e-4)
@@ -44,7 +44,7 @@ def test_times_are_bytes_over_the_rate(rows_of: Any) -> None:
 
 
 def test_gpus_that_share_a_card_multiply_the_flat_exchanges_traffic(rows_of: Any) -> None:
-    rows = rows_of(*SMOKE, "--gpus-per-node", "4", "--link", "1gbit")
+    rows = rows_of(*SMALL, "--gpus-per-node", "4", "--link", "1gbit")
     cards = {(row["exchange"], row["hook"]): row["card_bytes"] for row in rows}
     # 12 of 15 others are on other nodes, and 4 GPUs share a card: 4 * 12 / 15 = 3.2 times what one
     # GPU alone would send; two levels: 2 * 3/4 of the model through each card.

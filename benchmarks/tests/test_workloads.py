@@ -27,13 +27,11 @@ from gradferry_lab.workloads.convex import (
     optimum,
     squared_error,
 )
-from gradferry_lab.workloads.hooks import (
-    apply_hook,
-)
+from gradferry_lab.workloads.hooks import apply_hook
 from gradferry_lab.workloads.optimizers import make_optimizer
 from gradferry_lab.workloads.text import load_text
 from gradferry_lab.workloads.training import Training, check_size, train
-from gradferry_lab.workloads.vision import load_vision
+from gradferry_lab.workloads.vision import load_tiny_vision
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
@@ -41,10 +39,10 @@ from world import World
 
 @pytest.fixture(scope="module", params=sorted(TASKS))
 def task(request):
-    if request.param in ("vision", "digits"):
+    if request.param in ("tiny_vision", "digits"):
         pytest.importorskip("sklearn")
-    if request.param == "vision":
-        return load_vision(Path("/nonexistent"))
+    if request.param == "tiny_vision":
+        return load_tiny_vision(Path("/nonexistent"))
     return load_task(request.param)
 
 
@@ -106,7 +104,7 @@ def test_vision_reads_fashion_mnist_files(tmp_path):
             head = b"\0\0\x08" + bytes([len(shape)]) + struct.pack(f">{len(shape)}I", *shape)
             with gzip.open(tmp_path / f"{part}-{name}-ubyte.gz", "wb") as file:
                 file.write(head + content)
-    vision = load_vision(tmp_path)
+    vision = load_tiny_vision(tmp_path)
     images, labels = vision.validation[0]
     assert images.shape == (2, 1, 28, 28)
     assert labels.tolist() == [3, 4]

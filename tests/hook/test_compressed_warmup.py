@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from gradferry.core.codec_spec import parse_codec
 from gradferry.errors import ConfigError
-from gradferry_lab.workloads.hook_names import hook_config
+from gradferry_lab.workloads.hooks import hook_config
 from mixed import EVERY_DTYPE
 from momentum_training import one_bit_adam
 from on_ranks import on_ranks

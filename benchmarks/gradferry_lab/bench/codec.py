@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -39,15 +40,6 @@ class DeviceOptions:
     sizes_mb: Sequence[float]  # of the gradient
     world_sizes: Sequence[int]
     rounds: int
-
-
-@dataclass(frozen=True)
-class _Case:
-    op: str
-    world_size: int
-    bytes_moved: int
-    payload_bytes: int  # written by encode, read by decode, of each rank by reduce
-    passes: Sequence[Pass]  # the same work on buffers that take turns
 
 
 class _Buffers:
@@ -192,116 +184,91 @@ def _time_codec(
     misaligned: bool,
     wrong: int,
 ) -> Iterator[Row]:
-    num_elements = _elements(size_mb, dtype)
+    num_elements = max(1, int(size_mb * 2**20) // dtype.itemsize)
     gradient = _gaussian(num_elements, dtype).to(timed.device)
     ranks = max([1, *options.world_sizes])
-    sets = _sets(timed, name, gradient, misaligned, ranks)
-    common = {
-        "codec": name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": timed.device.type,
-        "size_mb": size_mb,
-        "num_elements": num_elements,
-        "misaligned": misaligned,
-        "wrong": wrong,
-    }
-    for case in _cases(sets, options.world_sizes):
-        row = {**common, "op": case.op, "world_size": case.world_size}
+    # So many that, by the turn of one, the cache holds none of it.
+    sets = [_Buffers(name, gradient, misaligned, ranks)]
+    count = num_buffers(gradient.nbytes + sets[0].codec.worker_bytes, timed.cache_bytes)
+    sets += [_Buffers(name, gradient, misaligned, ranks) for _ in range(count - 1)]
+    for op, world_size, moved, payload_bytes, work in _operations(sets[0], options.world_sizes):
+        row: Row = {
+            "codec": name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": timed.device.type,
+            "size_mb": size_mb,
+            "num_elements": num_elements,
+            "misaligned": misaligned,
+            "wrong": wrong,
+            "op": op,
+            "world_size": world_size,
+        }
         if wrong == 0:
-            row |= _compare_with_copy(case, num_elements, timed, options.rounds)
+            passes: list[Pass] = [partial(work, buffers) for buffers in sets]
+            row |= _compare_with_copy(passes, moved, timed, options.rounds)
+            row["bytes_per_element"] = moved / num_elements
+            row["bits_per_element"] = 8 * payload_bytes / num_elements
         yield row
     for buffers in sets:
         buffers.codec.expect_no_findings()
 
 
-def _sets(
-    timed: TimedDevice,
-    name: str,
-    gradient: torch.Tensor,
-    misaligned: bool = False,
-    ranks: int = 1,
-) -> list[_Buffers]:
-    """So many that, by the turn of one, the cache holds none of it."""
-    first = _Buffers(name, gradient, misaligned, ranks)
-    count = num_buffers(gradient.nbytes + first.codec.worker_bytes, timed.cache_bytes)
-    return [first, *(_Buffers(name, gradient, misaligned, ranks) for _ in range(count - 1))]
-
-
-def _cases(sets: Sequence[_Buffers], world_sizes: Sequence[int]) -> list[_Case]:
-    gradient, residual = sets[0].gradient.nbytes, 2 * sets[0].residual.nbytes
-    worker, owner = sets[0].codec.worker_bytes, sets[0].codec.owner_bytes
-
-    def passes(work: Callable[[_Buffers], object]) -> list[Pass]:
-        return [lambda b=b: work(b) for b in sets]  # type: ignore[misc]
-
-    def reduce(world_size: int) -> Callable[[_Buffers], object]:
-        return lambda b: b.codec.reduce(b.residual, world_size)
-
-    return [
-        _Case("encode", 1, gradient + worker, worker,
-              passes(lambda b: b.codec.encode(b.gradient, None))),
-        _Case("encode_ef", 1, gradient + residual + worker, worker,
-              passes(lambda b: b.codec.encode(b.gradient, b.residual))),
-        *(_Case("reduce", w, w * worker + residual + owner, worker, passes(reduce(w)))
-          for w in world_sizes),
-        # Last: they overwrite the gradient.
-        _Case("decode", 1, owner + gradient, owner,
-              passes(lambda b: b.codec.decode(b.gradient, None))),
-        # Without a momentum the residual is not touched, nor is what was sent.
-        _Case("decode_ef", 1, owner + gradient, owner,
-              passes(lambda b: b.codec.decode(b.gradient, b.residual))),
-    ]  # fmt: skip
+def _operations(
+    one: _Buffers, world_sizes: Sequence[int]
+) -> Iterator[tuple[str, int, int, int, Callable[[_Buffers], object]]]:
+    """What is timed: its name, how many ranks' messages it reduces, bytes moved, and those of the
+    payload written by encode, read by decode, of each rank by reduce.
+    """
+    gradient, residual = one.gradient.nbytes, 2 * one.residual.nbytes
+    worker, owner = one.codec.worker_bytes, one.codec.owner_bytes
+    yield "encode", 1, gradient + worker, worker, lambda b: b.codec.encode(b.gradient, None)
+    moved = gradient + residual + worker
+    yield "encode_ef", 1, moved, worker, lambda b: b.codec.encode(b.gradient, b.residual)
+    for w in world_sizes:
+        moved = w * worker + residual + owner
+        yield "reduce", w, moved, worker, lambda b, w=w: b.codec.reduce(b.residual, w)  # type: ignore[misc]
+    # Last: they overwrite the gradient. Without a momentum the residual is not touched, nor is what
+    # was sent.
+    moved = owner + gradient
+    yield "decode", 1, moved, owner, lambda b: b.codec.decode(b.gradient, None)
+    yield "decode_ef", 1, moved, owner, lambda b: b.codec.decode(b.gradient, b.residual)
 
 
 def _compare_with_copy(
-    case: _Case, num_elements: int, timed: TimedDevice, rounds: int
+    passes: Sequence[Pass], moved: int, timed: TimedDevice, rounds: int
 ) -> dict[str, Any]:
-    copies = _copies(case.bytes_moved, timed)
-    for work in (*copies, *case.passes):
+    shape, count = (2, max(1, moved // 2)), num_buffers(moved, timed.cache_bytes)
+    pairs = [torch.zeros(shape, dtype=torch.uint8, device=timed.device) for _ in range(count)]
+    copies: list[Pass] = [partial(b.copy_, a) for a, b in pairs]
+    for work in (*copies, *passes):
         work()
     seconds, roofs, ratios = [], [], []
     for turn in range(rounds):
-        copy_again = copies[(2 * turn + 1) % len(copies)]
         before, taken, after = timed.clock(
-            [copies[2 * turn % len(copies)], case.passes[turn % len(case.passes)], copy_again]
+            [
+                copies[2 * turn % len(copies)],
+                passes[turn % len(passes)],
+                copies[(2 * turn + 1) % len(copies)],
+            ]
         )
         seconds.append(taken)
         roofs += [before, after]
         ratios.append(0.5 * (before + after) / taken)
-    middle = median(seconds)
     return {
-        "gbps": case.bytes_moved / middle / 1e9,
-        "roof_gbps": case.bytes_moved / median(roofs) / 1e9,
+        "gbps": moved / median(seconds) / 1e9,
+        "roof_gbps": moved / median(roofs) / 1e9,
         "roof_ratio": median(ratios),
         "roof_ratio_min": min(ratios),
         "roof_ratio_max": max(ratios),
-        "us_median": middle * 1e6,
-        "us_p99": _percentile_99(seconds) * 1e6,
-        "bytes_per_element": case.bytes_moved / num_elements,
-        "bits_per_element": 8 * case.payload_bytes / num_elements,
-        "elements_per_second": num_elements / middle,
+        "us_median": median(seconds) * 1e6,
         "rounds": rounds,
-        "buffers": len(case.passes),
+        "buffers": len(passes),
     }
-
-
-def _copies(bytes_moved: int, timed: TimedDevice) -> list[Pass]:
-    """Copies that read and write so many bytes together."""
-    half = max(1, bytes_moved // 2)
-    pairs = [
-        (_bytes(half, timed.device), _bytes(half, timed.device))
-        for _ in range(num_buffers(bytes_moved, timed.cache_bytes))
-    ]
-    return [lambda a=a, b=b: b.copy_(a) for a, b in pairs]  # type: ignore[misc]
 
 
 def num_buffers(num_bytes: int, cache_bytes: int) -> int:
     """Buffers of this size that must take turns, so that none is in the cache by its turn."""
     return max(FEWEST_BUFFERS, -(-_CACHES * cache_bytes // num_bytes))
-
-
-def _elements(size_mb: float, dtype: torch.dtype) -> int:
-    return max(1, int(size_mb * 2**20) // dtype.itemsize)
 
 
 def _gaussian(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -310,17 +277,9 @@ def _gaussian(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(num_elements, generator=generator).mul_(1e-3).to(dtype).add_(0.0)
 
 
-def _bytes(num_bytes: int, place: torch.device) -> torch.Tensor:
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=place)
-
-
 def _differences(on_device: torch.Tensor, expected: torch.Tensor) -> int:
     got = on_device.cpu().contiguous().view(torch.uint8)
     return int((got != expected.contiguous().view(torch.uint8)).sum())
-
-
-def _percentile_99(values: Sequence[float]) -> float:
-    return quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else values[0]
 
 
 def codec_table(rows: Sequence[Mapping[str, Any]], name: str) -> Table:
@@ -348,7 +307,6 @@ def codec_table(rows: Sequence[Mapping[str, Any]], name: str) -> Table:
             note="Not aligned: the gradient begins one element off.",
         ),
         Column("us", figure("us_median", ".1f"), detail=1),
-        Column("us, p99", figure("us_p99", ".1f"), detail=6),
         Column("GB/s", figure("gbps", ",.0f"), detail=1),
         Column("ratio\nto copy", figure("roof_ratio", ".2f")),
         Column("(min)", figure("roof_ratio_min", ".2f"), detail=5),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -24,13 +24,18 @@ from gradferry_lab.bench.collective_turns import (
 )
 from gradferry_lab.bench.device_clock import environment_on
 from gradferry_lab.output.json_file import save_rows
-from gradferry_lab.output.paired import coverage_note, coverage_text, paired_ratio
+from gradferry_lab.output.paired import (
+    coverage_note,
+    coverage_text,
+    interval_keys,
+    interval_text,
+    paired_ratio,
+)
 from gradferry_lab.output.progress import StatusLine
-from gradferry_lab.output.table import Column, Table, print_table
+from gradferry_lab.output.table import Column, Row, Table, marked, number, print_table
 from gradferry_lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
 from gradferry_lab.ranks.exchanges import (
     add_exchange,
-    asked_exchanges,
     chosen_columns,
     exchange_columns,
 )
@@ -53,13 +58,6 @@ _NETWORK = (
     "these times overlap, and are known on hosts alone."
 )
 _ERROR = "rel.err: |result - exact mean| / |exact mean| in the first turn."
-_INTERFACE = (
-    "interface: bytes that the network interface of the host that sends most has counted in the "
-    "first turn, protocol headers included. of formula: over what the ranks of that host must send "
-    "to other hosts."
-)
-
-Row = Mapping[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +157,7 @@ def _options(arguments: argparse.Namespace) -> CollectiveOptions:
         sizes.append(sizes[-1] * arguments.stepfactor)
     return CollectiveOptions(
         names=(*TORCH_DTYPES, *dict.fromkeys(codecs)),
-        exchanges=asked_exchanges(arguments),
+        exchanges=tuple(dict.fromkeys(arguments.exchange)),
         sizes=tuple(sizes),
         iterations=arguments.iters,
         warmup=arguments.warmup_iters,
@@ -209,16 +207,12 @@ def collective_rows(
                 "dec": _microseconds(outcome, "reduce_ms", "decode_ms"),
                 "net": _microseconds(outcome, "network_ms"),
                 "rel_err": outcome.relative_error,
-                "speedup": speedup.median,
-                "speedup_low": speedup.low,
-                "speedup_high": speedup.high,
+                **interval_keys("speedup", speedup),
                 "iters": len(outcome.seconds),
                 "interval_coverage": coverage_of(len(outcome.seconds)),
                 "time_min": 1e6 * min(outcome.seconds),
                 "time_max": 1e6 * max(outcome.seconds),
                 "wire_measured": outcome.wire_measured,
-                "interface_bytes": outcome.interface_bytes,
-                "interface_bytes_formula": outcome.interface_formula,
                 **where._asdict(),
                 "device": options.device,
             }
@@ -253,14 +247,16 @@ def collective_table(rows: Sequence[Row]) -> Table:
         ),
         Column("busbw\n(GB/s)", lambda row: f"{row['busbw']:.3f}", detail=1),
         Column("#wrong", lambda row: "N/A" if row["wrong"] is None else str(row["wrong"])),
-        Column("wire\n(B)", _wire, detail=5, note=wire),
-        Column("ratio", lambda row: _number(row["ratio"], ".2f"), detail=2),
-        Column("enc\n(us)", lambda row: _number(row["enc"], ".1f"), detail=7, note=_ENCODE),
-        Column("dec\n(us)", lambda row: _number(row["dec"], ".1f"), detail=7),
-        Column("net\n(us)", lambda row: _number(row["net"], ".1f"), detail=7, note=_NETWORK),
+        Column(
+            "wire\n(B)", lambda row: marked(row["wire"], row["wire_measured"]), detail=5, note=wire
+        ),
+        Column("ratio", lambda row: number(row["ratio"], ".2f"), detail=2),
+        Column("enc\n(us)", lambda row: number(row["enc"], ".1f"), detail=7, note=_ENCODE),
+        Column("dec\n(us)", lambda row: number(row["dec"], ".1f"), detail=7),
+        Column("net\n(us)", lambda row: number(row["net"], ".1f"), detail=7, note=_NETWORK),
         Column("rel.err", lambda row: f"{row['rel_err']:.1e}", detail=6, note=_ERROR),
         Column("speedup", lambda row: f"{row['speedup']:.2f}"),
-        Column(f"({coverage_text(iters)})", _interval, detail=3),
+        Column(f"({coverage_text(iters)})", lambda row: interval_text(row, "speedup"), detail=3),
     ]
     notes = [
         "time: median over turns, of the slowest rank. busbw: size / time * 2 (W-1) / W, "
@@ -270,28 +266,6 @@ def collective_table(rows: Sequence[Row]) -> Table:
         "speedup: over the fastest of the backend's own at this size, from times of the same turn. "
         f"{coverage_note(iters)}. torch:fp16 and torch:bf16 cast, all-reduce and cast back.",
     ]
-    if first.get("interface_bytes") is not None:
-        columns += [
-            Column("interface\n(B)", lambda row: str(row["interface_bytes"]), detail=6),
-            Column("of\nformula", _interface_part, detail=6, note=_INTERFACE),
-        ]
     on = "" if first.get("device", "cpu") == "cpu" else f" on {first['device']}"
     title = f"gradferry bench collective: {ranks_text(first)}{on}, link {first['link']}"
     return Table(title, columns, rows, notes)
-
-
-def _wire(row: Row) -> str:
-    return f"{row['wire']}{' ' if row['wire_measured'] else '*'}"
-
-
-def _interface_part(row: Row) -> str:
-    formula = row["interface_bytes_formula"]
-    return f"{row['interface_bytes'] / formula:.3f}" if formula else "-"
-
-
-def _interval(row: Row) -> str:
-    return f"{row['speedup_low']:.2f}..{row['speedup_high']:.2f}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)

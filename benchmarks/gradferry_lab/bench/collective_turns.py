@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,17 +21,17 @@ from gradferry.core.agreement import most_of_ranks
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import make_config
 from gradferry.core.device import Transport, agreed_transport
-from gradferry.core.engine import planned_bytes, start_engine
+from gradferry.core.engine import start_engine
 from gradferry.core.nodes import AUTO, Nodes
 from gradferry.core.parameters import ParameterLayout
 from gradferry.ddp.trial import Clock
 from gradferry.diagnosis import TORCH_DTYPES
 
-from gradferry_lab.ranks.exchanges import exchange_among
-from gradferry_lab.ranks.hosts import InterfaceCounter, busiest_host, found_hosts
+from gradferry_lab.ranks.exchanges import exchange_among, with_exchanges
+from gradferry_lab.ranks.hosts import found_hosts
 from gradferry_lab.ranks.launch import Emit, gather_from_ranks
 from gradferry_lab.ranks.place import place_of_rank
-from gradferry_lab.workloads.hooks import all_reduce_bytes, phases_of, ring_exchange
+from gradferry_lab.workloads.hooks import all_reduce_bytes, phases_of
 
 _UNIT = 2.0**-10
 _MOST_UNITS = 256  # whose multiples bfloat16, the coarsest dtype, still holds exactly
@@ -50,14 +50,6 @@ class CollectiveOptions:
     check: bool
     device: str = "cpu"  # or "cuda"
 
-    def entries(self) -> Iterator[tuple[str, str | None]]:
-        """Every name with each of its exchanges; None: the backend's own."""
-        for name in self.names:
-            if name in TORCH_DTYPES:
-                yield name, None
-            else:
-                yield from ((name, exchange) for exchange in self.exchanges)
-
 
 @dataclass
 class CollectiveOutcome:
@@ -73,9 +65,6 @@ class CollectiveOutcome:
     seconds: list[float] = field(default_factory=list)  # of the slowest rank, by iteration
     # Per iteration, on rank 0; empty on a device, where the host only enqueues.
     phase_ms: dict[str, float] = field(default_factory=dict)
-    # In the first run, by the interface of the host that sends most; None: not counted.
-    interface_bytes: int | None = None
-    interface_formula: int = 0  # what the ranks of that host must send to other hosts
     chosen: str | None = None  # codec and exchange, where the exchange is AUTO
 
 
@@ -107,9 +96,6 @@ class _BackendCollective:
     def wire_bytes(self) -> int:
         return self._wire_bytes
 
-    def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
-        return ring_exchange(self._wire_bytes, hosts)
-
     def phase_ms(self) -> dict[str, float]:
         return {}
 
@@ -133,7 +119,6 @@ class _CodecCollective:
         self.chosen = f"{name} {used.name}" if exchange == AUTO else None
         self._nodes = used.nodes
         config = transport.adapted(make_config(name, {"seed": _SEED}))
-        self._config = config
         self._on_host = transport.on_host
         codec = parse_codec(name)
         residuals = config.residuals_of(codec) if dist.get_world_size() > 1 else (False, False)
@@ -183,10 +168,6 @@ class _CodecCollective:
     def wire_bytes(self) -> int:
         return int(self._engine.stats()["wire_bytes"])
 
-    def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
-        sent = planned_bytes(self._config, [self._layout], self._nodes, [[0]], hosts=hosts)
-        return [elsewhere for elsewhere, _ in sent]
-
     def phase_ms(self) -> dict[str, float]:
         return phases_of(self._engine.stats()) if self._on_host else {}
 
@@ -199,11 +180,11 @@ def compare_collectives(emit: Emit, options: CollectiveOptions) -> list[Collecti
     place, own_group = place_of_rank(options.device)
     group = own_group or _default_group()
     transport = agreed_transport(place, group)
-    interface = InterfaceCounter(found_hosts())
+    hosts = found_hosts()
     outcomes = []
     for size in options.sizes:
         emit(f"{size:,} bytes")
-        outcomes += _compare(options, size // 4, group, transport, interface)
+        outcomes += _compare(options, size // 4, group, transport, hosts)
     return outcomes
 
 
@@ -217,21 +198,21 @@ def _compare(
     num_elements: int,
     group: dist.ProcessGroup,
     transport: Transport,
-    interface: InterfaceCounter,
+    hosts: Nodes,
 ) -> list[CollectiveOutcome]:
     gradients = [_gradient(rank, num_elements) for rank in range(dist.get_world_size())]
     mine = gradients[dist.get_rank()].to(transport.device)
     buffer, clock = torch.empty_like(mine), Clock(transport.device)
     entries = []
-    for name, exchange in options.entries():
+    for name, exchange in with_exchanges(
+        options.names, options.exchanges, TORCH_DTYPES.__contains__
+    ):
         collective: _Collective
         if exchange is None:
             collective = _BackendCollective(name, num_elements, group)
         else:
-            collective = _CodecCollective(
-                name, exchange, num_elements, group, transport, interface.hosts
-            )
-        outcome = _first_run(collective, buffer, gradients, interface, check=options.check)
+            collective = _CodecCollective(name, exchange, num_elements, group, transport, hosts)
+        outcome = _first_run(collective, buffer, gradients, check=options.check)
         entries.append((collective, outcome))
     for collective, _ in entries:
         for _ in range(options.warmup):
@@ -253,22 +234,18 @@ def _first_run(
     collective: _Collective,
     buffer: torch.Tensor,
     gradients: Sequence[torch.Tensor],
-    interface: InterfaceCounter,
     *,
     check: bool,
 ) -> CollectiveOutcome:
     """Runs once on fresh state and compares the result with what it must be."""
     before = collective.wire_bytes() if collective.wire_measured else 0
     buffer.copy_(gradients[dist.get_rank()])
-    interface.begin()
     collective.run(buffer)
     result = buffer.cpu()
-    sent = interface.end()
     exact = torch.zeros_like(result, dtype=torch.float64)
     for gradient in gradients:  # not stacked: all ranks of a machine do this at once
         exact += gradient.double() / len(gradients)
     here = {
-        "sent": sent,
         "wire": collective.wire_bytes() - before,
         "wrong": int((_bits(result) != _bits(collective.expected(gradients))).sum())
         if check
@@ -277,8 +254,6 @@ def _first_run(
     }
     of_ranks = gather_from_ranks(here)
     norm = float(exact.norm())
-    hosts = interface.hosts
-    host, formula = busiest_host(hosts, collective.bytes_to_other_hosts(hosts.of_rank))
     return CollectiveOutcome(
         name=collective.name,
         exchange=collective.exchange,
@@ -288,8 +263,6 @@ def _first_run(
         relative_error=max(record["error"] for record in of_ranks) / norm if norm else 0.0,
         wire_bytes=max(record["wire"] for record in of_ranks),
         wire_measured=collective.wire_measured,
-        interface_bytes=of_ranks[hosts.members[host][0]]["sent"],
-        interface_formula=formula,
     )
 
 

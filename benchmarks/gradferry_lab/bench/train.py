@@ -7,14 +7,13 @@ hide. `sync` all-reduces one element per step: that much of it no hook can avoid
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 from gradferry import _native
 from gradferry.core.nodes import TWO_LEVEL
-from gradferry.ddp.interval import coverage_of, interval_of_median
+from gradferry.ddp.interval import coverage_of
 from gradferry.errors import ConfigError
 from rich.console import Console
 
@@ -25,29 +24,29 @@ from gradferry_lab.output.json_file import save_rows
 from gradferry_lab.output.paired import (
     coverage_note,
     coverage_text,
+    interval_keys,
     interval_text,
     paired_difference,
     paired_ratio,
     ratio_columns,
 )
 from gradferry_lab.output.progress import StatusLine
-from gradferry_lab.output.table import Column, Table, print_table
+from gradferry_lab.output.table import Column, Row, Table, marked, number, print_table
 from gradferry_lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
 from gradferry_lab.ranks.exchanges import (
     add_exchange,
-    asked_exchanges,
     chosen_columns,
     exchange_columns,
 )
 from gradferry_lab.ranks.hosts import Where, ranks_text
 from gradferry_lab.ranks.place import add_device
-from gradferry_lab.workloads.hook_names import (
+from gradferry_lab.workloads.hooks import (
     NO_HOOK,
+    PHASES,
     RULERS,
     SYNC_HOOK,
     TORCH_HOOKS,
 )
-from gradferry_lab.workloads.hooks import PHASES, timed_hooks
 from gradferry_lab.workloads.models import check_model
 from gradferry_lab.workloads.parallel import (
     DDP,
@@ -68,13 +67,10 @@ _SMOKE: dict[str, Any] = {
     "steps": 1,
 }
 
-_CPU = "CPU: processor time per step of all threads of rank 0."
 _INTERFACE = (
     "Interface: what the network interface of the host that sends most has counted, protocol "
     "headers included, over what its ranks must send to other hosts."
 )
-
-Row = Mapping[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,22 +99,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_rank_arguments(parser)
     add_exchange(parser)
-    flags.add_bucket_caps(parser, "tried with each, and compared at its fastest")
-    flags.add_turns(parser)
-    flags.add_seed(parser)
     parser.add_argument(
-        "--until-loss",
+        "--bucket-caps",
+        nargs="+",
         type=float,
-        metavar="LOSS",
-        help="then train a fresh model with every hook until its validation loss is there, and "
-        "say how long that took",
+        default=[4.0, 10.0, 25.0],
+        metavar="MB",
+        help="DDP's bucket_cap_mb: every hook is tried with each, and compared at its fastest "
+        "(default: 4 10 25)",
     )
-    parser.add_argument(
-        "--most-steps",
-        type=int,
-        default=1000,
-        help="with --until-loss: give a hook up after so many (default: %(default)s)",
-    )
+    parser.add_argument("--rounds", type=int, default=20, help="turns of every hook (default: 20)")
+    parser.add_argument("--steps", type=int, default=3, help="steps in a turn (default: 3)")
+    flags.add_seed(parser)
     parser.add_argument(
         "--smoke",
         action="store_true",
@@ -147,14 +139,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> TrainOptions:
-    hooks = timed_hooks(_hooks(arguments))
+    # `none` first, which all others are compared with.
+    hooks = tuple(dict.fromkeys([NO_HOOK, *_hooks(arguments)]))
     for hook in hooks:
         check_parallel(arguments.parallel, hook)
     _check_sharding(arguments)
     check_model(arguments.model)
-    if arguments.until_loss is None:
-        flags.refuse(arguments, ["most_steps"], "without --until-loss")
-    flags.require_at_least_one(arguments, "rounds", "steps", "most_steps")
+    flags.require_at_least_one(arguments, "rounds", "steps")
     flags.require_more_than_zero("--bucket-caps", arguments.bucket_caps)
     return TrainOptions(
         model=arguments.model,
@@ -163,10 +154,8 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
         rounds=arguments.rounds,
         steps=arguments.steps,
         seed=arguments.seed,
-        until_loss=arguments.until_loss,
-        most_steps=arguments.most_steps,
         device=arguments.device,
-        exchanges=asked_exchanges(arguments),
+        exchanges=tuple(dict.fromkeys(arguments.exchange)),
         parallel=arguments.parallel,
     )
 
@@ -208,8 +197,6 @@ def train_rows(
     torch_ms = _best_of_torch(outcomes)
     rows = []
     for outcome in outcomes:
-        times = interval_of_median(outcome.round_ms)
-        ratio = paired_ratio(outcome.round_ms, none)
         to_sync = paired_ratio(outcome.round_ms, sync) if sync else None
         speedup = paired_ratio(torch_ms, outcome.round_ms) if torch_ms else None
         rows.append(
@@ -220,20 +207,14 @@ def train_rows(
                 "link": where.link,
                 "ranks": where.ranks,
                 "bucket_cap_mb": outcome.bucket_cap_mb,
-                "ms_median": times.median,
+                "ms_median": median(outcome.round_ms),
                 "ms_min": min(outcome.round_ms),
                 "ms_max": max(outcome.round_ms),
-                "ratio_to_none": ratio.median,
                 "wire_bytes": outcome.wire_bytes,
                 "exposed_ms": paired_difference(outcome.round_ms, none).median,
-                "ratio_to_none_low": ratio.low,
-                "ratio_to_none_high": ratio.high,
-                "ratio_to_sync": to_sync.median if to_sync else None,
-                "ratio_to_sync_low": to_sync.low if to_sync else None,
-                "ratio_to_sync_high": to_sync.high if to_sync else None,
-                "speedup": speedup.median if speedup else None,
-                "speedup_low": speedup.low if speedup else None,
-                "speedup_high": speedup.high if speedup else None,
+                **interval_keys("ratio_to_none", paired_ratio(outcome.round_ms, none)),
+                **interval_keys("ratio_to_sync", to_sync),
+                **interval_keys("speedup", speedup),
                 "interval_coverage": coverage_of(len(outcome.round_ms)),
                 "wire_bytes_measured": outcome.wire_measured,
                 "wire_bytes_formula": outcome.wire_formula,
@@ -241,18 +222,13 @@ def train_rows(
                 "interface_bytes_formula": outcome.interface_formula,
                 "hosts": where.hosts,
                 "ranks_per_host": where.ranks_per_host,
-                "until_loss": options.until_loss,
-                "steps_to_loss": outcome.reached.steps if outcome.reached else None,
-                "seconds_to_loss": outcome.reached.seconds if outcome.reached else None,
                 **{phase: outcome.phase_ms.get(phase) for phase in PHASES},
-                "cpu_ms": outcome.cpu_ms,
                 "model": options.model,
                 "device": options.device,
                 "parallel": options.parallel,
                 "seed": options.seed,
                 "round_ms": outcome.round_ms,
                 "trial_ms": {f"{cap:g}": ms for cap, ms in outcome.trial_ms.items()},
-                "last_step": asdict(outcome.last_step) if outcome.last_step else None,
             }
         )
     return rows
@@ -272,18 +248,28 @@ def train_table(rows: Sequence[Row]) -> Table:
         Column("hook", lambda row: str(row["hook"]), is_number=False),
         *exchange_columns(rows),
         *chosen_columns(rows),
-        Column("bucket\nMB", lambda row: _number(row["bucket_cap_mb"], "g"), detail=5),
+        Column("bucket\nMB", lambda row: number(row["bucket_cap_mb"], "g"), detail=5),
         Column("ms per\nstep", lambda row: f"{row['ms_median']:.1f}"),
         Column("(min)", lambda row: f"{row['ms_min']:.1f}", detail=6),
         Column("(max)", lambda row: f"{row['ms_max']:.1f}", detail=6),
         Column("exposed\nms", lambda row: f"{row['exposed_ms']:.1f}", detail=2),
-        Column("CPU\nms", _cpu_ms, detail=7, note=_CPU),
         *(column for ruler in RULERS for column in ratio_columns(rows, ruler, coverage)),
-        Column("speed-up", lambda row: _number(row["speedup"], ".2f")),
+        Column("speed-up", lambda row: number(row["speedup"], ".2f")),
         Column(coverage, lambda row: interval_text(row, "speedup"), detail=4),
-        Column("bytes sent\nper step ", _bytes_sent, detail=1),
-        Column("of\nformula", _formula_part, detail=6),
-        Column("interface\nof formula", _interface_part, detail=6, note=_INTERFACE),
+        Column(
+            "bytes sent\nper step ",
+            lambda row: marked(row["wire_bytes"], row["wire_bytes_measured"]),
+            detail=1,
+        ),
+        Column(
+            "of\nformula", lambda row: _part(row["wire_bytes"], row["wire_bytes_formula"]), detail=6
+        ),
+        Column(
+            "interface\nof formula",
+            lambda row: _part(row["interface_bytes"], row["interface_bytes_formula"]),
+            detail=6,
+            note=_INTERFACE,
+        ),
     ]
     notes = [
         "Hooks take turns; every ratio compares times of the same round. Median, minimum and "
@@ -293,48 +279,14 @@ def train_table(rows: Sequence[Row]) -> Table:
     ]
     if not all(row["wire_bytes_measured"] for row in rows):
         notes.append("* computed for rings, also in part: PyTorch does not count what it sends.")
-    until_loss = rows[0].get("until_loss")
-    if until_loss is not None:
-        columns += [
-            Column("steps to\nloss", lambda row: _number(row["steps_to_loss"], "d")),
-            Column("seconds\nto loss", lambda row: _number(row["seconds_to_loss"], ".1f")),
-        ]
-        notes.append(
-            f"To loss: training until the validation loss is {until_loss:g}, looked at every 10 "
-            f"steps; validation is not counted."
-        )
     first = rows[0]
-    on = "" if first.get("device", "cpu") == "cpu" else f" on {first['device']}"
-    parallel = first.get("parallel", DDP)  # older files do not say
-    under = "" if parallel == DDP else f" under {parallel}"
+    on = "" if first["device"] == "cpu" else f" on {first['device']}"
+    under = "" if first["parallel"] == DDP else f" under {first['parallel']}"
     title = (
         f"gradferry bench train: {first['model']}{under}, {ranks_text(first)}{on}, "
         f"link {first['link']}, {num_rounds} rounds"
     )
     return Table(title, columns, rows, notes)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _cpu_ms(row: Row) -> str:
-    return _number(sum(row.get("cpu_ms", {}).values()) or None, ".1f")
-
-
-def _formula_part(row: Row) -> str:
-    return _part(row["wire_bytes"], row["wire_bytes_formula"])
-
-
-def _bytes_sent(row: Row) -> str:
-    mark = " " if row["wire_bytes_measured"] else "*"
-    return f"{row['wire_bytes']:,}{mark}"
-
-
-def _interface_part(row: Row) -> str:
-    # In older files every rank has an interface to itself.
-    formula = row.get("interface_bytes_formula", row["wire_bytes_formula"])
-    return _part(row["interface_bytes"], formula)
 
 
 def _part(sent: float | None, formula: int) -> str:

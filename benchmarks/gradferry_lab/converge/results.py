@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from gradferry.core.content_file import durable_file
-from gradferry.errors import ConfigError
 
 from gradferry_lab.converge.suite import Training
-
-Row = Mapping[str, Any]
+from gradferry_lab.flags import make_folder
+from gradferry_lab.output.table import Row
 
 
 class Results:
@@ -26,10 +25,7 @@ class Results:
     def __init__(self, folder: Path, versions: Mapping[str, Any]) -> None:
         self._folder = folder
         self._versions = dict(versions)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--out {folder}: cannot make this folder: {error}") from error
+        make_folder(folder)
 
     def find(self, training: Training) -> Row | None:
         """The row of a training that was finished before, or None."""

@@ -6,14 +6,12 @@ batches. A band narrower than the spread between seeds would judge luck.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any
 
 from gradferry_lab.converge.suite import Contest, Contestant, Misses, Near, Reaches, Suite
-
-Row = Mapping[str, Any]
+from gradferry_lab.output.table import Row
 
 WITHIN = "within"
 OUTSIDE = "OUTSIDE"
@@ -25,31 +23,18 @@ IS_RULER = "baseline"
 
 @dataclass(frozen=True)
 class Summary:
-    """All seeds of one contestant.
-
-    Attributes:
-        contestant: that was trained.
-        rows: one per seed.
-        loss: mean of the final losses; infinite when one is not finite.
-        spread: their standard deviation; 0 for a single one.
-        metric: mean of the final metrics.
-        wire_bytes: mean bytes of a whole training.
-        ratio: bytes of the baseline over these.
-        excess: mean over the seeds of its loss divided by the baseline's with that seed, minus 1.
-        band: the largest excess, or the gap, that meets the demand; None without a demand.
-        verdict: one of the constants above.
-    """
+    """All seeds of one contestant."""
 
     contestant: Contestant
-    rows: Sequence[Row]
-    loss: float
-    spread: float
-    metric: float
-    wire_bytes: float
-    ratio: float
-    excess: float
-    band: float | None
-    verdict: str
+    rows: Sequence[Row]  # one per seed
+    loss: float  # mean of the final losses; infinite when one is not finite
+    spread: float  # their standard deviation; 0 for a single one
+    metric: float  # mean of the final metrics
+    wire_bytes: float  # mean bytes of a whole training
+    ratio: float  # bytes of the baseline over these
+    excess: float  # mean over the seeds: loss over the baseline's with that seed, minus 1
+    band: float | None  # the largest excess, or the gap, that meets the demand; None without one
+    verdict: str  # one of the constants above
 
     @property
     def is_bad(self) -> bool:
@@ -80,8 +65,8 @@ def _rows_of(contest: Contest, one: Contestant, rows: Sequence[Row]) -> list[Row
 def _summarize(
     one: Contestant, rows: Sequence[Row], ruler: Sequence[Row], sigmas: float
 ) -> Summary:
-    losses = [_finite_loss(row) for row in rows]
-    ruler_by_seed = {row["seed"]: _finite_loss(row) for row in ruler}
+    losses = [_number(row["final_loss"]) for row in rows]
+    ruler_by_seed = {row["seed"]: _number(row["final_loss"]) for row in ruler}
     pairs = [
         (loss, ruler_by_seed[row["seed"]])
         for loss, row in zip(losses, rows, strict=True)
@@ -122,10 +107,6 @@ def _judge(
     if isinstance(demand, Misses):
         return demand.gap, CONTROL_STANDS if loss > demand.gap else CONTROL_FAILS
     return None, REPORTED
-
-
-def _finite_loss(row: Row) -> float:
-    return _number(row["final_loss"])
 
 
 def _number(value: float | None) -> float:

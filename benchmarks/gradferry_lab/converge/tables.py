@@ -19,8 +19,8 @@ from gradferry_lab.converge.suite import (
     Reaches,
     Suite,
 )
-from gradferry_lab.converge.summary import Row, Summary, summarize
-from gradferry_lab.output.table import Column, Table, markdown_table, replace_section
+from gradferry_lab.converge.summary import Summary, summarize
+from gradferry_lab.output.table import Column, Row, Table, markdown_table, replace_section
 from gradferry_lab.workloads import load_task
 from gradferry_lab.workloads.parallel import DDP
 from gradferry_lab.workloads.task import Task
@@ -83,11 +83,6 @@ def table_of(suite: Suite, outcome: Outcome) -> Table:
         rows=[{"of": summary} for summary in outcome.summaries],
         notes=[_note(suite, outcome)],
     )
-
-
-def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """1 when a demand is not met, else 0."""
-    return int(any(summary.is_bad for outcome in outcomes for summary in outcome.summaries))
 
 
 def broken_demands(outcomes: Sequence[Outcome]) -> list[str]:

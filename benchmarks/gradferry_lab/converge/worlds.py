@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gradferry.errors import ConfigError
@@ -22,18 +21,8 @@ _SHOWN_EVERY = 20  # steps
 _task = functools.cache(load_task)  # reads files
 
 
-@dataclass(frozen=True)
-class _Part:
-    world: int
-    training: Training
-    share: float  # of the training, 0 to 1
-
-
-@dataclass(frozen=True)
-class _Finished:
-    world: int
-    training: Training
-    row: dict[str, Any]
+# A world, its training, and the row when it is finished, else the share that is done, 0 to 1.
+_Event = tuple[int, Training, "float | dict[str, Any]"]
 
 
 def run_trainings(
@@ -55,19 +44,19 @@ def run_trainings(
     under_way: dict[int, float] = {}  # cost done, by world
     finished: list[Training] = []
 
-    def on_event(event: _Part | _Finished) -> None:
-        training = event.training
-        if isinstance(event, _Finished):
-            keep(training, event.row)
+    def on_event(event: _Event) -> None:
+        world, training, news = event
+        if isinstance(news, dict):
+            keep(training, news)
             finished.append(training)
-            under_way.pop(event.world, None)
-            loss = event.row["final_loss"]
+            under_way.pop(world, None)
+            loss = news["final_loss"]
             said = "not finite" if loss is None else f"{loss:.5g}"
             status.print(f"{len(finished)}/{len(trainings)} {training.title}: loss {said}")
             return
-        under_way[event.world] = event.share * training.cost
+        under_way[world] = news * training.cost
         done = sum(each.cost for each in finished) + sum(under_way.values())
-        text = f"{len(finished)}/{len(trainings)} {training.title}: {event.share:.0%}"
+        text = f"{len(finished)}/{len(trainings)} {training.title}: {news:.0%}"
         status(Doing(text, done / whole))
 
     for num_ranks in sorted({training.num_ranks for training in trainings}):
@@ -95,13 +84,13 @@ def train_all(emit: Emit, world: int, trainings: Sequence[Training]) -> None:
     warnings.filterwarnings("ignore", message=".*trains worse behind", category=UserWarning)
     for training in trainings:
         row = _row(training, _train(emit, world, training))
-        emit(_Finished(world, training, finite(row)))
+        emit((world, training, finite(row)))
 
 
 def _train(emit: Emit, world: int, training: Training) -> TrainingRun:
     def on_step(step: int, loss: float) -> None:
         if step % _SHOWN_EVERY == 0:
-            emit(_Part(world, training, step / training.steps))
+            emit((world, training, step / training.steps))
 
     contestant = training.contestant
     return train(

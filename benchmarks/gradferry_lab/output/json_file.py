@@ -74,21 +74,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def require_replaceable(path: Path, results_of: str) -> None:
-    """Raises ConfigError when `path` is there and holds something else than results of this
-    command, which a mistyped name would replace after all the work.
-    """
-    if not path.exists():
-        return
-    document = read_json(path)
-    found = document.get("results_of")
-    if found != results_of or not isinstance(document.get("rows"), list):
-        raise ConfigError(
-            f"{path} holds results of {found!r} and not of {results_of!r}, or no rows; name "
-            "another file"
-        )
-
-
 def finite(value: Any) -> Any:
     """`value` with null for every number that is not finite, in all its parts."""
     if isinstance(value, float):

@@ -50,6 +50,12 @@ def ratio_columns(rows: Sequence[Row], ruler: str, interval: str | None = None) 
     return columns
 
 
+def interval_keys(key: str, interval: Interval | None) -> dict[str, float | None]:
+    """`key`, `key_low` and `key_high` of a row."""
+    median, low, high = interval or (None, None, None)
+    return {key: median, f"{key}_low": low, f"{key}_high": high}
+
+
 def interval_text(row: Row, key: str) -> str:
     """`key_low` and `key_high`."""
     low, high = row[f"{key}_low"], row[f"{key}_high"]

@@ -122,6 +122,16 @@ def _rich_table(table: Table, *, breaks: bool = False) -> RichTable:
     return shown
 
 
+def number(value: float | None, form: str) -> str:
+    """A cell; "-" where there is no number."""
+    return "-" if value is None else format(value, form)
+
+
+def marked(count: int, is_measured: bool) -> str:
+    """A cell of bytes, with a star where they are computed."""
+    return f"{count:,}{' ' if is_measured else '*'}"
+
+
 def print_line(console: Console, text: str) -> None:
     """Prints plain text: wrapped at words on a terminal, as one line into a file."""
     console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)

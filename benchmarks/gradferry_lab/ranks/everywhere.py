@@ -72,8 +72,7 @@ def check_ranks(arguments: argparse.Namespace) -> None:
     if arguments.ranks_per_host is not None:
         require_at_least_one(arguments, "ranks_per_host")
     if arguments.link == LOOPBACK:
-        refuse(arguments, ["hosts"], "without --link")
-        _refuse_ranks_per_host(arguments)
+        refuse(arguments, ["hosts", "ranks_per_host"], "without --link")
         arguments.ranks = 2 if arguments.ranks is None else arguments.ranks
     else:
         parse_link(arguments.link)
@@ -84,16 +83,6 @@ def check_ranks(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"{arguments.ranks} ranks: this machine runs at most {_MOST_RANKS} of them; ask for "
             f"fewer, or start the command under torchrun on several machines"
-        )
-
-
-def _refuse_ranks_per_host(arguments: argparse.Namespace) -> None:
-    per_host = arguments.ranks_per_host
-    if per_host is not None:
-        raise ConfigError(
-            f"--ranks-per-host {per_host}: without --link there are no hosts to share; add for "
-            f"example --link 1gbit --hosts 2 (as root), or say --ranks {per_host} for ranks that "
-            f"meet over loopback"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from gradferry.core.nodes import AUTO, FLAT, TWO_LEVEL, Exchange, Nodes, choose_exchange
 from gradferry.errors import ConfigError
@@ -25,9 +25,12 @@ def add_exchange(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def asked_exchanges(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Each once."""
-    return tuple(dict.fromkeys(arguments.exchange))
+def with_exchanges(
+    names: Iterable[str], exchanges: Iterable[str], not_ours: Callable[[str], bool]
+) -> list[tuple[str, str | None]]:
+    """Every name with each of the exchanges; None: it is none of gradferry's."""
+    asked = list(exchanges)
+    return [(name, each) for name in names for each in ([None] if not_ours(name) else asked)]
 
 
 def check_exchange(exchange: str, hosts: Nodes) -> None:

@@ -236,7 +236,7 @@ def _rank_main(
             timeout=_GROUP_TIMEOUT,
         )
         is_first = place.rank == 0
-        emit = _emit_into(channel) if is_first else _ignore
+        emit = (lambda event: channel.send(("event", event))) if is_first else _ignore
         value = body(emit, *arguments)
         channel.send(("result", value if is_first else None))
         dist.destroy_process_group()
@@ -244,10 +244,6 @@ def _rank_main(
         with contextlib.suppress(OSError):
             channel.send(("failure", _describe(place.rank, error)))
         os._exit(1)
-
-
-def _emit_into(channel: Connection) -> Emit:
-    return lambda event: channel.send(("event", event))
 
 
 def _ignore(event: Any) -> None:

@@ -30,13 +30,7 @@ _BURST_SECONDS = 1e-3  # what a link lets through at once after a pause
 _QUEUE = "50ms"  # how long a link holds packets back before it drops them
 _COUNTERS = Path("/proc/self/net/dev")
 _LEAST_BURST = 2 * 1514
-_TOOLS = {
-    "ip": "iproute2",
-    "tc": "iproute2",
-    "nsenter": "util-linux",
-    "setpriv": "util-linux",
-    "unshare": "util-linux",
-}
+_TOOLS = {"iproute2": ("ip", "tc"), "util-linux": ("nsenter", "setpriv", "unshare")}
 # Namespaces have no name: those of `ip netns add` would outlive a crash or a kill. These end with
 # their processes.
 _NEW_HOST = (
@@ -88,7 +82,7 @@ def check_network(num_hosts: int) -> None:
     """Raises ConfigError if this process is not allowed, or not able, to make that many hosts."""
     if not 2 <= num_hosts <= _MOST_HOSTS:
         raise ConfigError(f"--hosts {num_hosts}: a network has from 2 to {_MOST_HOSTS} hosts")
-    for tool, package in _TOOLS.items():
+    for package, tool in ((package, tool) for package, tools in _TOOLS.items() for tool in tools):
         if shutil.which(tool) is None:
             raise ConfigError(
                 f"--link needs the command '{tool}': install {package} (Debian: apt install "

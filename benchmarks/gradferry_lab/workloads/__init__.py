@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from gradferry.core.names import closest
 from gradferry.errors import ConfigError
@@ -10,14 +11,13 @@ from gradferry.errors import ConfigError
 from gradferry_lab.workloads.convex import load_convex
 from gradferry_lab.workloads.digits import load_digits
 from gradferry_lab.workloads.task import Task
-from gradferry_lab.workloads.text import load_text, load_text_10m, load_tiny_text
-from gradferry_lab.workloads.vision import load_tiny_vision, load_vision
+from gradferry_lab.workloads.text import TEN_MILLION, TINY, load_text
+from gradferry_lab.workloads.vision import load_tiny_vision
 
 TASKS: dict[str, Callable[[], Task]] = {
     "text": load_text,
-    "tiny_text": load_tiny_text,
-    "text_10m": load_text_10m,
-    "vision": load_vision,
+    "tiny_text": partial(load_text, TINY, "tiny_text"),
+    "text_10m": partial(load_text, TEN_MILLION, "text_10m"),
     "tiny_vision": load_tiny_vision,
     "digits": load_digits,
     "convex": load_convex,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,32 +32,17 @@ class Workload:
     loss: Callable[[nn.Module, Any], torch.Tensor]  # a scalar to call backward() on
     learning_rate: float  # of AdamW
     sgd_learning_rate: float = 0.1  # of SGD with momentum 0.9
-    metric: str = ""
-    validation: Sequence[Any] = ()  # this rank's share; empty: the model has none
 
 
 def _transformer(num_ranks: int) -> Task:
     windows = _WINDOWS_PER_RANK * num_ranks
-    size = TextSize(
-        context=64,
-        width=512,
-        layers=6,
-        heads=8,
-        global_batch=windows,
-        learning_rate=3e-4,
-        validation_windows=64,
-    )
-    return load_text(size=size)
-
-
-def _small_transformer(num_ranks: int) -> Task:
-    return load_text(size=SMALL)
+    return load_text(TextSize(64, 512, 6, 8, windows, learning_rate=3e-4, validation_windows=0))
 
 
 # By name: the task with a batch for that many ranks.
 MODELS: dict[str, Callable[[int], Task]] = {
     "transformer": _transformer,
-    "small": _small_transformer,
+    "small": lambda num_ranks: load_text(SMALL),
 }
 
 
@@ -90,8 +75,6 @@ def load_workload(name: str) -> Workload:
         draw=draw,
         loss=task.mean_loss,
         learning_rate=task.learning_rate,
-        metric=task.metric,
-        validation=task.validation[rank::world_size],
     )
 
 

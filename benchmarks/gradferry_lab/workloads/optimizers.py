@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from gradferry.averaging.handle import Averaging
-from gradferry.core.names import closest
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError
 from gradferry.optim import OneBitAdam, momentum_mode
 from torch import nn
+
+from gradferry_lab.workloads.models import Workload
+from gradferry_lab.workloads.task import Task
 
 OPTIMIZERS = ("AdamW", "SGD", "OneBitAdam", "Muon")
 BETAS = (0.9, 0.95)  # of AdamW and OneBitAdam
@@ -20,30 +22,9 @@ _WEIGHT_DECAY = 0.01  # of AdamW, OneBitAdam and Muon
 _MUON_RATE = 0.02  # with torch's own factor for the shape of a matrix
 
 
-class LearningRates(Protocol):
-    """What a task says about its optimizers."""
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of AdamW."""
-
-    @property
-    def sgd_learning_rate(self) -> float:
-        """The learning rate of SGD with momentum 0.9."""
-
-
-def check_optimizer(name: str) -> None:
-    """Raises ConfigError, with the closest match, when no optimizer has this name."""
-    if name not in OPTIMIZERS:
-        raise ConfigError(
-            f"unknown optimizer {name!r}; optimizers are {', '.join(OPTIMIZERS)}"
-            f"{closest(name, OPTIMIZERS)}"
-        )
-
-
 def make_optimizer(
     name: str,
-    rates: LearningRates,
+    rates: Task | Workload,
     model: nn.Module,
     state: Averaging | None,
     *,
@@ -56,15 +37,14 @@ def make_optimizer(
 
     Args:
         name: one of OPTIMIZERS.
-        rates: of the task.
+        rates: what has learning rates.
         model: what is trained.
         state: of the hook; None for a hook of PyTorch's.
         fused: torch's fast AdamW, whose last bits differ; None is torch's own choice.
 
     Raises:
-        ConfigError: the name is unknown, or the optimizer does not fit the hook's momentum.
+        ConfigError: the optimizer does not fit the hook's momentum, or the model.
     """
-    check_optimizer(name)
     if name == "OneBitAdam":
         if not isinstance(state, HookState):
             raise ConfigError(

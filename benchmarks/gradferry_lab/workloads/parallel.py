@@ -7,26 +7,26 @@ replicas. One replica over all ranks, ``fsdp``: the hook gathers parameters and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
-import torch.distributed as dist
-from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.nodes import Nodes
 from gradferry.errors import ConfigError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from gradferry_lab.workloads.hook_names import (
+from gradferry_lab.workloads.hooks import (
     NO_HOOK,
     RULERS,
     SHARDED_NATIVE,
+    How,
+    ParallelModel,
+    apply_hook,
+    bucket_caps,
     check_hook,
     split_options,
 )
-from gradferry_lab.workloads.hooks import HookHandle, apply_hook, bucket_caps
-from gradferry_lab.workloads.sharded import Sharded
+from gradferry_lab.workloads.sharded import sharded
 from gradferry_lab.workloads.sharded_bytes import MatrixModule, choice_of
 
 DDP = "ddp"
@@ -94,31 +94,11 @@ def mesh_for(parallel: str, hosts: Nodes) -> DeviceMesh | None:
     return DeviceMesh("cpu", torch.tensor(replicas), mesh_dim_names=("replica", "shard"))
 
 
-class ParallelModel(Protocol):
-    """A model on all ranks, with a hook."""
-
-    @property
-    def model(self) -> nn.Module:
-        """What is called, and whose parameters are optimized."""
-
-    @property
-    def handle(self) -> HookHandle:
-        """The handle of the hook."""
-
-    def whole(self) -> nn.Module:
-        """The model as every rank can call it alone, to look at and not to train. Collective."""
-
-
 def parallelize(
     build_model: BuildModel,
     hook: str,
     mesh: DeviceMesh | None,
-    *,
-    bucket_cap_mb: float | None = None,
-    group: dist.ProcessGroup | None = None,
-    seed: int = 0,
-    compress_from: int | None = None,
-    nodes: object = FOUND_NODES,
+    how: How,
 ) -> ParallelModel:
     """Builds a model on every rank, for training with the named hook. Collective.
 
@@ -126,26 +106,15 @@ def parallelize(
         build_model: gives the same on every rank.
         hook: its name.
         mesh: of `mesh_for`.
-        bucket_cap_mb, group: of DDP.
-        seed, compress_from, nodes: see `apply_hook`.
+        how: it is applied.
 
     Raises:
         ConfigError: the hook is unknown, or cannot be used so.
     """
     if mesh is None:
         model = build_model()
-        (cap,) = bucket_caps(hook, model, [bucket_cap_mb])
-        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap)
-        return _Ddp(ddp, apply_hook(ddp, hook, seed=seed, compress_from=compress_from, nodes=nodes))
+        (cap,) = bucket_caps(hook, model, [how.bucket_cap_mb])
+        ddp = DistributedDataParallel(model, process_group=how.group, bucket_cap_mb=cap)
+        return ParallelModel(ddp, apply_hook(ddp, hook, how), lambda: model)
     check_parallel(HSDP if mesh["replica"].size() > 1 else FSDP, hook)
-    return Sharded(build_model, hook, mesh, seed=seed, compress_from=compress_from, nodes=nodes)
-
-
-class _Ddp:
-    def __init__(self, model: DistributedDataParallel, handle: HookHandle) -> None:
-        self.model = model
-        self.handle = handle
-
-    def whole(self) -> nn.Module:
-        module: nn.Module = self.model.module
-        return module
+    return sharded(build_model, hook, mesh, how)

@@ -13,78 +13,67 @@ from gradferry.fsdp.model import sharded_modules
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradferry_lab.workloads.hook_names import (
+from gradferry_lab.workloads.hooks import (
     NO_HOOK,
     PARAM_DTYPE,
     SHARDED_NATIVE,
-    split_options,
+    HookHandle,
+    How,
+    ParallelModel,
+    codec_options,
 )
-from gradferry_lab.workloads.hooks import HookHandle
 from gradferry_lab.workloads.sharded_bytes import NO_CODECS, Exchange, choice_of, exchanges_of
 
 
-class Sharded:
-    """The model on this rank. For its arguments see `parallel.parallelize`."""
-
-    def __init__(
-        self,
-        build_model: Callable[[], nn.Module],
-        hook: str,
-        mesh: DeviceMesh,
-        *,
-        seed: int,
-        compress_from: int | None,
-        nodes: object,
-    ) -> None:
-        self._build_model = build_model
-        self.model = build_model()
-        replicas = mesh["replica"]
-        averages = replicas.size() > 1
-        codec, options, dtype = _asked(hook, compress_from)
-        whole_mesh = averages and codec is None and hook != NO_HOOK
-        _shard(self.model, mesh if whole_mesh else mesh["shard"], dtype)
-        modules = sharded_modules(self.model)
-        state: fsdp.ShardedState | None = None
-        if codec is not None and averages:
-            state = fsdp.attach(self.model, codec, replicas, seed=seed, nodes=nodes, **options)
-        elif codec is not None:
-            state = fsdp.attach(self.model, codec, seed=seed, **options)
-        elif hook == NO_HOOK and not averages:
-            for module in modules:
-                module.reduce_scatter = _OwnGradients()
-                module.replace_all_gather(_OwnParameters())
-        ranks = mesh.mesh.tolist()
-        own = exchanges_of(modules, NO_CODECS, ranks)
-        exchanges = own if hook != NO_HOOK else []
-        if codec is not None:
-            choice = choice_of(hook, modules, averages=averages)
-            exchanges = exchanges_of(modules, choice, ranks)
-        self.handle: HookHandle = _Handle(hook, state, exchanges, own)
-
-    def whole(self) -> nn.Module:
-        """See `parallel.ParallelModel`."""
-        from torch.distributed.tensor import DTensor
-
-        with torch.random.fork_rng():
-            whole = self._build_model()
-        values = {
-            name: value.full_tensor() if isinstance(value, DTensor) else value
-            for name, value in self.model.state_dict().items()
-        }
-        whole.load_state_dict(values)
-        return whole
+def sharded(
+    build_model: Callable[[], nn.Module], hook: str, mesh: DeviceMesh, how: How
+) -> ParallelModel:
+    """For arguments see `parallel.parallelize`."""
+    model = build_model()
+    replicas = mesh["replica"]
+    averages = replicas.size() > 1
+    codec, options, dtype = _asked(hook, how)
+    whole_mesh = averages and codec is None and hook != NO_HOOK
+    _shard(model, mesh if whole_mesh else mesh["shard"], dtype)
+    modules = sharded_modules(model)
+    state: fsdp.ShardedState | None = None
+    if codec is not None and averages:
+        options["nodes"] = how.nodes
+        state = fsdp.attach(model, codec, replicas, seed=how.seed, **options)
+    elif codec is not None:
+        state = fsdp.attach(model, codec, seed=how.seed, **options)
+    elif hook == NO_HOOK and not averages:
+        for module in modules:
+            module.reduce_scatter = _OwnGradients()
+            module.replace_all_gather(_OwnParameters())
+    ranks = mesh.mesh.tolist()
+    own = exchanges_of(modules, NO_CODECS, ranks)
+    exchanges = own if hook != NO_HOOK else []
+    if codec is not None:
+        exchanges = exchanges_of(modules, choice_of(hook, modules, averages=averages), ranks)
+    handle = _Handle(hook, state, exchanges, own)
+    return ParallelModel(model, handle, lambda: _whole(build_model, model))
 
 
-def _asked(
-    hook: str, compress_from: int | None
-) -> tuple[str | None, dict[str, Any], torch.dtype | None]:
+def _whole(build_model: Callable[[], nn.Module], model: nn.Module) -> nn.Module:
+    from torch.distributed.tensor import DTensor
+
+    with torch.random.fork_rng():
+        whole = build_model()
+    values = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in model.state_dict().items()
+    }
+    whole.load_state_dict(values)
+    return whole
+
+
+def _asked(hook: str, how: How) -> tuple[str | None, dict[str, Any], torch.dtype | None]:
     """The codec, None without one; other arguments of attach; the dtype of gathered parameters."""
     if hook == NO_HOOK or hook in SHARDED_NATIVE:
         return None, {}, SHARDED_NATIVE.get(hook)
-    codec, options = split_options(hook, sharded=True)
+    codec, options = codec_options(hook, how.compress_from, sharded=True)
     dtype = options.pop(PARAM_DTYPE, None)
-    if compress_from is not None and "warmup_steps" in options:
-        options["warmup_steps"] = min(options["warmup_steps"], compress_from)
     return codec, options, dtype
 
 
@@ -110,13 +99,11 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-class _Handle:
+class _Handle(HookHandle):
     """Bytes of codecs are counted by their engines; those of FSDP2's own exchanges are computed.
 
     exchanges: of a step. own: the same of FSDP2 alone.
     """
-
-    bucket_times = None
 
     def __init__(
         self,
@@ -125,18 +112,13 @@ class _Handle:
         exchanges: Sequence[Exchange],
         own: Sequence[Exchange],
     ) -> None:
-        self.name = name
-        self.state = state
+        self.name, self.state = name, state
         self._exchanges = exchanges
-        self._own = own
+        self.dense_bytes = sum(each.ring_bytes(item_bytes=4) for each in own)
 
     @property
     def measured(self) -> bool:
         return bool(self._exchanges) and all(each.is_counted for each in self._exchanges)
-
-    @property
-    def dense_bytes(self) -> int:
-        return sum(each.ring_bytes(item_bytes=4) for each in self._own)
 
     def wire_bytes(self, steps: int) -> int:
         stats = self.state.stats()["exchanges"] if self.state else {}
@@ -144,9 +126,6 @@ class _Handle:
             int(stats[each.name]["wire_bytes"]) if each.is_counted else steps * each.ring_bytes()
             for each in self._exchanges
         )
-
-    def formula_bytes(self) -> int:
-        return self.bytes_to_other_hosts(range(dist.get_world_size()))[dist.get_rank()]
 
     def bytes_to_other_hosts(self, hosts: Sequence[int]) -> list[int]:
         steps = int(self.state.stats()["steps"]) if self.state else 0

@@ -17,8 +17,7 @@ from gradferry.fsdp.model import Shard, ShardedModule
 from gradferry.fsdp.state import ALL_GATHER, REDUCE_SCATTER, REPLICAS
 from torch import nn
 
-from gradferry_lab.workloads.hook_names import PARAM_DTYPE, split_options
-from gradferry_lab.workloads.hooks import ring_exchange
+from gradferry_lab.workloads.hooks import PARAM_DTYPE, ring_exchange, split_options
 
 COLLECTIVES = {
     REPLICAS: "all_reduce",

@@ -11,17 +11,10 @@ from torch._C._distributed_c10d import GradBucket
 
 
 def sync_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook of the standard signature, which hands every bucket back at once.
+    """A communication hook of DDP, with its group; hands every bucket back at once, as it is.
 
     With the last bucket of a backward pass it all-reduces one element and waits, on a GPU in the
     current stream: at the instant at which a hook's last result is waited for.
-
-    Args:
-        group: of DDP.
-        bucket: from DDP.
-
-    Returns:
-        A completed future of the bucket's buffer, in which nothing was changed.
     """
     if bucket.is_last():
         one = torch.zeros(1, dtype=torch.float32, device=bucket.buffer().device)

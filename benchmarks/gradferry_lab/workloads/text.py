@@ -122,16 +122,6 @@ def _from_zero(linear: nn.Linear) -> nn.Linear:
     return linear
 
 
-def load_tiny_text() -> Task:
-    """Task `text` for a model of half the size. Raises ConfigError as load_text does."""
-    return load_text(size=TINY, name="tiny_text")
-
-
-def load_text_10m() -> Task:
-    """Task `text` for a model of ten million parameters. Raises ConfigError as load_text does."""
-    return load_text(size=TEN_MILLION, name="text_10m")
-
-
 def load_text(size: TextSize = SMALL, name: str = "text") -> Task:
     """A transformer of that size on the corpus. Raises ConfigError as `source_files` does."""
     files = source_files()

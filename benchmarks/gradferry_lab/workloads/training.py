@@ -19,7 +19,7 @@ from torch import nn
 from gradferry_lab.ranks.hosts import found_hosts
 from gradferry_lab.ranks.launch import gather_from_ranks
 from gradferry_lab.ranks.place import on_device, place_of_rank
-from gradferry_lab.workloads.hooks import HookHandle
+from gradferry_lab.workloads.hooks import HookHandle, How
 from gradferry_lab.workloads.optimizers import make_optimizer
 from gradferry_lab.workloads.parallel import DDP, mesh_for, parallelize
 from gradferry_lab.workloads.task import Batch, Task, num_predictions
@@ -114,7 +114,7 @@ class Training:
         self.hook = hook
         self._task = task
         self._trained = parallelize(
-            lambda: task.build_model().to(place), hook, mesh, group=group, seed=seed
+            lambda: task.build_model().to(place), hook, mesh, How(seed, group=group)
         )
         self._handle = self._trained.handle
         self._optimizer = make_optimizer(optimizer, task, self._trained.model, self._handle.state)
