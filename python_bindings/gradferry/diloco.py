@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from enum import Enum
 from functools import partial
 from traceback import walk_stack
-from typing import Any, NoReturn, TypedDict
+from typing import Any, NamedTuple, NoReturn, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -36,10 +36,8 @@ from gradferry.averaging.start import usable_group
 from gradferry.averaging.step_numbers import Stats, call_after_steps
 from gradferry.core.agreement import (
     Record,
-    error_record,
     gather_records,
     on_all_ranks,
-    raise_first_error,
     raise_first_mismatch,
     record_hash,
     rendezvous_place,
@@ -351,8 +349,8 @@ class DiLoCo:
         fields = ("outer_steps", "outer optimizer")
         raise_first_mismatch([{key: r.get(key) for key in fields} for r in records], group)
         if len({record["global parameters"] for record in records}) > 1:
-            place = rendezvous_place(group, self._global.device)
-            each = gather_records({"hashes": self._global.hashes()}, group, place)
+            own = {"hashes": self._global.hashes()}
+            each = gather_records(own, group, self._global.device)
             self._global.expect_equal([r["hashes"] for r in each], group, self._outer_steps)
         _expect_loaded_alike([record["loaded"] for record in records], group)
         self._absent = _absent_on_all([record["frozen"] for record in records], group)
@@ -467,10 +465,11 @@ class DiLoCo:
 
     @torch.inference_mode(False)
     def _join(self, members: dist.ProcessGroup, problem: Exception | None) -> None:
-        place = rendezvous_place(members, CPU if problem is not None else self._global.device)
-        meet(members, patience(members, place), "come to make a DiLoCo or to rejoin")
+        device = CPU if problem is not None else self._global.device
+        longest = patience(members, rendezvous_place(members, device))
+        meet(members, longest, "come to make a DiLoCo or to rejoin")
         try:
-            is_due = self._meet_members(members, place, problem)
+            is_due = self._meet_members(members, device, problem)
         except BaseException as error:
             if not isinstance(error, GradferryError):
                 say_failed(members)
@@ -482,46 +481,37 @@ class DiLoCo:
             self._outer_step()
 
     def _meet_members(
-        self, members: dist.ProcessGroup, place: torch.device, problem: Exception | None
+        self, members: dist.ProcessGroup, device: torch.device, problem: Exception | None
     ) -> bool:
         """Whether an outer step is to be taken again."""
-        mine: Record = {}
-        try:
+
+        def propose() -> Record:
             if problem is not None:
                 raise problem
             refuse_average_of_every_step(self._model, members)
-            mine = {
-                "way in": "DiLoCo",
-                "sync_every": self._sync_every,
-                "residual_decay": self._decay,
-                **self._global.record(),
-            }
-            record = {**mine, **self._past()}
-        except Exception as error:
-            record = error_record(error)
-        records = gather_records(record, members, place)
-        raise_first_error(records, members)
-        raise_first_mismatch([{key: r.get(key) for key in mine} for r in records], members)
-        pasts = [(r["outer_steps"], r["last"]) for r in records]
-        places = [Place[r["place"]] for r in records]
-        source = _source(pasts, places)
-        past, hashes = pasts[source], records[source]["hashes"]
-        of_one = [(one, r["hashes"]) for one, r in zip(pasts, records, strict=True)]
-        must_be = [
-            own if one == past and where is not Place.NEW else hashes
-            for (one, own), where in zip(of_one, places, strict=True)
-        ]
-        self._global.expect_equal(must_be, members, past[0])
+            alike = {"sync_every": self._sync_every, "residual_decay": self._decay}
+            return {"way in": "DiLoCo", **alike, **self._global.record(), "past": self._past()}
+
+        records = on_all_ranks(propose, members, device)
+        received = [record.pop("past", ()) for record in records]
+        raise_first_mismatch(records, members)
+        pasts = [_Past(*each) for each in received]
+        source = min(range(len(pasts)), key=lambda rank: (*_rank_of(pasts[rank], pasts), rank))
+        theirs, me = pasts[source], members.rank()
         # A rank of the very step that the source has applied.
-        holds = [r["holds"] == past[1] != "" for r in records]
-        applies = [h and where is Place.AHEAD for h, where in zip(holds, places, strict=True)]
+        holds = [past.holds == theirs.last != "" for past in pasts]
+        applies = [h and p.place == Place.AHEAD.name for h, p in zip(holds, pasts, strict=True)]
         takes = [
-            one != (past, hashes) and not applied
-            for one, applied in zip(of_one, applies, strict=True)
+            (p.step, p.hashes) != (theirs.step, theirs.hashes) and not applied
+            for p, applied in zip(pasts, applies, strict=True)
         ]
-        me = members.rank()
+        is_same = [p.step == theirs.step and p.place != Place.NEW.name for p in pasts]
+        hashes = [
+            p.hashes if same else theirs.hashes for p, same in zip(pasts, is_same, strict=True)
+        ]
+        self._global.expect_equal(hashes, members, theirs.outer_steps)
         if any(applies):
-            on_all_ranks(lambda: self._apply(Place.APART) if applies[me] else None, members, place)
+            on_all_ranks(lambda: self._apply(Place.APART) if applies[me] else None, members, device)
         if applies[me]:
             self._before = self._after
         named = list(zip(self._global.names, self._global.tensors, strict=True))
@@ -529,51 +519,40 @@ class DiLoCo:
             named, self._codec, members, bucket_cap_mb=self._bucket_cap_mb, **self._options
         )
         self._members = weakref.ref(members)  # a gloo group must not outlive its destruction
-        self._global.hand_on(
-            source,
-            members,
-            place,
-            anybody=any(takes),
-            me=takes[me],
-            frozen=len({record["frozen"] for record in records}) > 1,
-        )
+        frozen = len({past.frozen for past in pasts}) > 1
+        self._global.hand_on(source, members, anybody=any(takes), me=takes[me], frozen=frozen)
         was_new = self._place is Place.NEW
         if takes[me]:
             self._global.go_on_from_here()
             if not was_new and not holds[me]:
                 warn_or_log(
-                    f"this rank has taken {self._outer_steps} outer steps, and others {past[0]} "
-                    "without it: what it has learnt alone since then, and its residuals, are "
-                    "dropped"
+                    f"this rank has taken {self._outer_steps} outer steps, and others "
+                    f"{theirs.outer_steps} without it: what it has learnt alone since then, and "
+                    "its residuals, are dropped"
                 )
         if takes[me] or was_new:
-            self._outer_steps, self._last = past
+            self._outer_steps, self._last = theirs.step
             if not holds[me]:
+                self._steps, self._global.since = theirs.inner_steps, theirs.since
                 self._before = None
-                self._steps, self._global.since = (
-                    records[source][key] for key in ("inner_steps", "since")
-                )
         on_all_ranks(
-            lambda: take_up(self._reducer, self._before, self._outer_steps), members, place
+            lambda: take_up(self._reducer, self._before, self._outer_steps), members, device
         )
-        return any(
-            where in (Place.BEHIND, Place.AHEAD) and one == past
-            for where, one in zip(places, pasts, strict=True)
-        )
+        failed = (Place.BEHIND.name, Place.AHEAD.name)
+        return any(p.place in failed and p.step == theirs.step for p in pasts)
 
-    def _past(self) -> Record:
-        """What this rank has behind it."""
+    def _past(self) -> _Past:
         holds = self._place in (Place.AHEAD, Place.BROKEN)
-        return {
-            "place": self._place.name,
-            "outer_steps": self._outer_steps,
-            "last": self._last,
-            "holds": self._drawn if holds else "",
-            "hashes": self._global.hashes(),
-            "frozen": record_hash(self._global.frozen_hashes()),
-            "inner_steps": self._steps,
-            "since": self._global.since,
-        }
+        return _Past(
+            self._place.name,
+            self._outer_steps,
+            self._last,
+            self._drawn if holds else "",
+            self._global.hashes(),
+            record_hash(self._global.frozen_hashes()),
+            self._steps,
+            self._global.since,
+        )
 
     # --- between steps ---
 
@@ -733,16 +712,28 @@ def _expect_known(diloco: weakref.ref[DiLoCo], optimizer: torch.optim.Optimizer)
 # --- what other ranks have sent -------------------------------------------------------------------
 
 
-def _source(pasts: Sequence[tuple[int, str]], places: Sequence[Place]) -> int:
-    """The rank that the others follow: the first of those that have taken most outer steps, and of
-    these the most together.
-    """
-    last_choice = {Place.BROKEN: 1, Place.NEW: 2}
-    many = Counter(p for p, place in zip(pasts, places, strict=True) if place not in last_choice)
-    return min(
-        range(len(pasts)),
-        key=lambda r: (-pasts[r][0], last_choice.get(places[r], 0), -many[pasts[r]], r),
-    )
+class _Past(NamedTuple):
+    """What a rank has behind it when it meets others."""
+
+    place: str
+    outer_steps: int
+    last: str  # what was drawn for the last of them
+    holds: str  # what was drawn for the step whose average is here
+    hashes: list[int]  # of the global parameters
+    frozen: int  # hash of parameters that are no part of them
+    inner_steps: int
+    since: int
+
+    @property
+    def step(self) -> tuple[int, str]:
+        return self.outer_steps, self.last
+
+
+def _rank_of(past: _Past, pasts: Sequence[_Past]) -> tuple[int, ...]:
+    """The least is what the others follow: most outer steps, and of these the most together."""
+    last_choice = {Place.BROKEN.name: 1, Place.NEW.name: 2}
+    many = sum(each.step == past.step and each.place not in last_choice for each in pasts)
+    return -past.outer_steps, last_choice.get(past.place, 0), -many
 
 
 def _expect_loaded_alike(loaded: Sequence[Any], group: dist.ProcessGroup) -> None:

@@ -246,10 +246,10 @@ def dying_after(module: Any, name: str, calls: int = 1) -> Any:
 # Where a rank ends that has come to a rejoin.
 PLACES: dict[str, Callable[[], Any]] = {
     "has come": lambda: dying_after(diloco, "meet"),
-    "has compared": lambda: dying_after(diloco, "gather_records"),
+    "has compared": lambda: dying_after(diloco, "on_all_ranks"),
     "is connected": lambda: dying_after(diloco, "_OuterReducer"),
     "has caught up": lambda: dying_after(global_parameters.GlobalParameters, "hand_on"),
-    "has rejoined": lambda: dying_after(diloco, "on_all_ranks"),
+    "has rejoined": lambda: dying_after(diloco, "on_all_ranks", 2),
     "averages": dying_inside,
 }
 

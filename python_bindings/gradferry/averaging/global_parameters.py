@@ -152,13 +152,13 @@ class GlobalParameters:
             if problem is not None:
                 say_failed(group)  # else who has no problem would wait for this rank
             else:
-                answer = check(on_all_ranks(act, group, rendezvous_place(group, self.device)))
+                answer = check(on_all_ranks(act, group, self.device))
         except GradferryError as error:
             problem = error
         for beside, device in self._shard_groups():
             try:
                 record = {} if problem is None else error_record(problem)
-                records = gather_records(record, beside, rendezvous_place(beside, device))
+                records = gather_records(record, beside, device)
                 raise_first_error(records, beside)
             except GradferryError as error:
                 problem = problem or error
@@ -497,7 +497,6 @@ class GlobalParameters:
         self,
         source: int,
         group: dist.ProcessGroup,
-        place: torch.device,
         *,
         anybody: bool,
         me: bool,
@@ -509,7 +508,6 @@ class GlobalParameters:
         Args:
             source: the rank in the group.
             group: of the ranks.
-            place: a device that the group has a backend for.
             anybody: whether a rank takes the global parameters and the state of their optimizer.
             me: whether this rank does.
             frozen: whether a newcomer takes the parameters that were frozen from the beginning.
@@ -518,7 +516,7 @@ class GlobalParameters:
             ProtocolError: what has come fits no such optimizer.
             PeerError: a rank was lost. Nothing was changed here.
         """
-        gives = group.rank() == source
+        gives, place = group.rank() == source, rendezvous_place(group, self.device)
 
         def travel(message: torch.Tensor) -> torch.Tensor:
             message = message.to(place).contiguous()
