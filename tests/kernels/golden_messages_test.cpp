@@ -8,6 +8,7 @@
 
 #include "gradferry/wire.h"
 #include "hooks/hash64.h"
+#include "hooks/protocol/messages.h"
 #include "hooks/protocol/plan.h"
 #include "tests/kernels/codec_runner.h"
 #include "tests/kernels/golden_files.h"
@@ -104,7 +105,7 @@ class GoldenRank {
     for (const Shard& shard : chunk().shards) {
       messages.emplace_back(begin, begin + shard.scatter_bytes);
       begin += shard.scatter_bytes;
-      write_header(messages.back(), Phase::kScatter, shard.worker_bytes);
+      seal(messages.back(), Phase::kScatter, shard.worker_bytes);
     }
     return messages;
   }
@@ -119,22 +120,21 @@ class GoldenRank {
       codec(planned).reduce(batch(planned, Stage::kOwner, status), payloads.data(), kRanks, &kOne,
                             nullptr, message.data() + kHeaderBytes);
     }
-    write_header(message, Phase::kGather, chunk().shards[rank_].owner_bytes);
+    seal(message, Phase::kGather, chunk().shards[rank_].owner_bytes);
     return message;
   }
 
   // As if the parameters' bits were those of the bucket.
   Bytes hashes() const {
-    std::array<uint64_t, kParameters.size()> hashes{};
+    std::vector<uint64_t> hashes(kParameters.size());
     const std::byte* begin = bucket_.data();
     for (const uint32_t index : kBucketOrder) {
       const uint64_t num_bytes = kParameters[index].num_elements * item_bytes(plan_.dtype);
       hashes[index] = hash64(begin, num_bytes);
       begin += num_bytes;
     }
-    Bytes message(kHeaderBytes + sizeof(hashes));
-    std::memcpy(message.data() + kHeaderBytes, hashes.data(), sizeof(hashes));
-    write_header(message, Phase::kParameters, sizeof(hashes));
+    Bytes message(hash_message_bytes(hashes.size()));
+    write_hashes({rank_, kRanks, kConfigHash, kLayoutHash}, kStep, kChunk, hashes, message.data());
     return message;
   }
 
@@ -159,11 +159,10 @@ class GoldenRank {
             .options = &layout_.codecs()[planned.codec_index].options,
             .status = status.data()};
   }
-  void write_header(Bytes& message, Phase phase, uint32_t payload_bytes) const {
-    const Envelope envelope{kConfigHash, kLayoutHash, kStep, kChunk, rank_, phase};
-    const uint64_t checksum = word_sum(message.data() + kHeaderBytes, payload_bytes);
-    const MessageHeader header = make_header(envelope, payload_bytes, checksum);
-    std::memcpy(message.data(), &header, sizeof(header));
+  void seal(Bytes& message, Phase phase, uint32_t payload_bytes) const {
+    write_header(message.data(), {kConfigHash, kLayoutHash, kStep, kChunk, rank_, phase},
+                 WireStatus::kOk, payload_bytes,
+                 word_sum(message.data() + kHeaderBytes, payload_bytes));
   }
 
   Isa isa_;
@@ -196,33 +195,21 @@ TEST(GoldenMessages, OfABucketStillDescribeTheWireFormat) {
   }
 }
 
-struct GoldenFault {
-  WireStatus status;
-  Phase phase;
-  uint32_t rank;
-  uint64_t chunk, expected, received;
-};
-
-// The record and its map, as docs/reference/wire_format.md says.
-std::string commit_message(uint32_t rank, const GoldenFault& fault,
-                           const std::array<uint8_t, 8>& used, float loss_scale) {
-  CommitRecord record = make_commit(rank, kStep, kBucket, fault, loss_scale);
-  constexpr size_t kSummed = offsetof(CommitRecord, checksum);
-  const auto* bytes = reinterpret_cast<const std::byte*>(&record);
-  record.checksum = word_sum(bytes, kSummed) +
-                    word_sum(reinterpret_cast<const std::byte*>(used.data()), used.size(), kSummed);
-  return std::string(reinterpret_cast<const char*>(&record), sizeof(record)) + as_string(used);
+std::string commit_message(uint32_t rank, const Fault& fault, const UsedMap& used,
+                           float loss_scale) {
+  Bytes message(commit_bytes(used.size()));
+  write_commit(message.data(), rank, kStep, kBucket, fault, used, loss_scale);
+  return as_string(message);
 }
 
 TEST(GoldenMessages, CommitsStillDescribeTheWireFormat) {
-  const GoldenFault none{WireStatus::kOk, Phase::kScatter, 0, 0, 0, 0};
-  const std::array<uint8_t, 8> used = {1, 0, 1, 1, 0, 1, 1, 0};
-  expect_golden("messages", "commit_rank0", commit_message(0, none, used, 0.0F));
-  expect_golden("messages", "commit_scaled_rank0", commit_message(0, none, used, 6.25e4F));
-  const GoldenFault fault{WireStatus::kBadChecksum, Phase::kGather,     0,
-                          (1ull << 32) + kChunk,    0x0123456789abcdef, 0xfedcba9876543210};
+  const UsedMap used = {1, 0, 1, 1, 0, 1, 1};
+  expect_golden("messages", "commit_rank0", commit_message(0, {}, used, 0.0F));
+  expect_golden("messages", "commit_scaled_rank0", commit_message(0, {}, used, 6.25e4F));
+  const Fault fault{WireStatus::kBadChecksum, Phase::kGather,     0,
+                    (1ull << 32) + kChunk,    0x0123456789abcdef, 0xfedcba9876543210};
   expect_golden("messages", "commit_rank1",
-                commit_message(1, fault, {1, 1, 0, 1, 0, 0, 1, 0}, 6.25e4F));
+                commit_message(1, fault, {1, 1, 0, 1, 0, 0, 1}, 6.25e4F));
 }
 
 }  // namespace

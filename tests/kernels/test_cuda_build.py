@@ -82,47 +82,20 @@ def test_what_runs_is_not_refused():
 
 
 @pytest.mark.parametrize(
-    ("build", "driver", "capability", "says", "advises"),
+    ("build", "driver", "capability", "named"),
     [
-        (BUILD, None, (9, 0), "no NVIDIA driver", "install one, or move the model to the CPU"),
-        (
-            BUILD,
-            (12, 8),
-            (9, 0),
-            "driver supports CUDA up to 12.8, and gradferry's kernels were built with CUDA 13.0",
-            "update the driver, or install gradferry again with nvcc of CUDA 12",
-        ),
-        (
-            BUILD,
-            (13, 0),
-            (7, 0),
-            "cuda:0 has compute capability 7.0, and gradferry's kernels need 8.0 or newer",
-            "train on a newer GPU, or attach with codec='off'",
-        ),
-        (
-            MACHINE_CODE_ALONE,
-            (13, 0),
-            (12, 0),
-            "capability 12.0, and this installation of gradferry holds machine code for 8.0, 9.0, "
-            "10.0",
-            "with CUDAARCHS=120 set",
-        ),
-        (
-            PTX_OF_13_2,
-            (13, 0),
-            (12, 0),
-            "holds PTX only, made by CUDA 13.2, and the NVIDIA driver translates that of CUDA 13.0",
-            "update the driver, or install gradferry again with CUDAARCHS=120 set",
-        ),
+        (BUILD, None, (9, 0), ["no NVIDIA driver"]),
+        (BUILD, (12, 8), (9, 0), ["12.8", "13.0", "nvcc of CUDA 12"]),
+        (BUILD, (13, 0), (7, 0), ["cuda:0", "7.0", "8.0", "codec='off'"]),
+        (MACHINE_CODE_ALONE, (13, 0), (12, 0), ["12.0", "8.0, 9.0, 10.0", "CUDAARCHS=120"]),
+        (PTX_OF_13_2, (13, 0), (12, 0), ["PTX", "13.2", "13.0", "CUDAARCHS=120"]),
     ],
 )
-def test_what_does_not_run_is_refused_with_advice(build, driver, capability, says, advises):
+def test_what_does_not_run_is_refused_with_advice(build, driver, capability, named):
     reason = why_not(build, driver, capability, "cuda:0")
     assert reason is not None
-    before, colon, after = reason.rpartition(": ")
-    assert colon
-    assert says in before
-    assert advises in after
+    assert ": " in reason  # what it is, and what to do
+    assert all(name in reason for name in named), reason
 
 
 def test_a_gpu_too_old_is_refused_before_kernels_are_loaded(monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from reference import CODECS, DTYPES, ideal, narrow, widen
+from reference import CODECS, ideal, widen
 from reference.codecs.philox import philox_4x32
 from reference.codecs.q4 import E2M1, e4m3_byte, e4m3_value, nearest_e2m1, round_to_4_bits
 from reference.codecs.rht import MAGNITUDES, ORDER, THRESHOLDS, hadamard
@@ -30,37 +30,6 @@ def fraction(x: float) -> Fraction:
 def nearest(value: Fraction, candidates: list[tuple[Fraction, int]]) -> int:
     """Key of the candidate nearest to value; of two, the one with the even key."""
     return min(candidates, key=lambda c: (abs(c[0] - value), c[1] % 2))[1]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_takes_the_nearest_of_all_values_ties_to_even(dtype: str) -> None:
-    kind = DTYPES[dtype]
-    bits = np.arange(0x8000, dtype=np.uint16)
-    grid = widen(bits.view(kind.storage), dtype)
-    finite = grid[np.isfinite(grid)].astype(np.float64)
-    low, high = finite[:-1], finite[1:]
-    middle = (low + high) / 2
-    exact_middle = middle.astype(np.float32).astype(np.float64) == middle
-    ties = narrow(middle[exact_middle].astype(np.float32), dtype).view(np.uint16)
-    assert (ties % 2 == 0).all()
-    below = np.nextafter(middle.astype(np.float32), np.float32(0))
-    above = np.nextafter(middle.astype(np.float32), np.float32(np.inf))
-    wide_enough = exact_middle & (below.astype(np.float64) > low)
-    index = np.arange(len(low))[wide_enough]
-    assert (narrow(below[wide_enough], dtype).view(np.uint16) == index).all()
-    assert (narrow(above[wide_enough], dtype).view(np.uint16) == index + 1).all()
-
-
-@pytest.mark.parametrize("dtype", list(DTYPES))
-def test_narrow_returns_every_value_of_the_type_and_one_nan(dtype: str) -> None:
-    kind = DTYPES[dtype]
-    size = np.dtype(kind.bits).itemsize
-    every = np.arange(0x10000).astype(kind.bits) << kind.bits(8 * size - 16)
-    values = every.view(kind.storage)
-    result = narrow(widen(values, dtype), dtype).view(kind.bits)
-    nan = np.isnan(widen(values, dtype))
-    assert (result[~nan] == every[~nan]).all()
-    assert (result[nan] == kind.canonical_nan).all()
 
 
 def test_nearest_e2m1_equals_brute_force_on_a_fine_grid() -> None:

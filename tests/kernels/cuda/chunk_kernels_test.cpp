@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "gradferry/error.h"
 #include "tests/kernels/cuda/chunk_run.h"
 
 namespace gradferry::testing {
@@ -23,6 +24,29 @@ TEST(Chunks, HoldEveryMixture) {
     setup.dtype = dtype;
     setup.input_of_rank_0 = dtype == ScalarType::kFloat32 ? Input::kNonFinite : Input::kHeavyTail;
     expect_bytes_of_the_host(ChunkRun(setup));
+  }
+}
+
+TEST(Chunks, OfFloat64AreOfExactAlone) {
+  for (const Codec& codec : codecs()) {
+    const ChunkBatch chunk{.tiles = nullptr,
+                           .num_tiles = 0,
+                           .codecs = nullptr,
+                           .rows = 1u << row_of(codec),
+                           .dtype = ScalarType::kFloat64,
+                           .hold_zero_tiles = false,
+                           .seed = kSeed,
+                           .envelope = kEnvelope,
+                           .progress = nullptr,
+                           .stream = nullptr};
+    const auto encode = [&] {
+      kernels_under_test().chunks.encode({chunk, nullptr, nullptr, nullptr, nullptr, 0, nullptr});
+    };
+    if (codec.supports_float64) {
+      EXPECT_NO_THROW(encode());
+    } else {
+      EXPECT_THROW(encode(), Error) << codec.name;
+    }
   }
 }
 

@@ -57,20 +57,8 @@ TEST_P(Messages, CommitWritesItsRecordAndTakesTheTile) {
   CommitRecord record{};
   uint64_t tile = 0;
   const float scale = 1024;
+  CommitRecord expected = make_commit(2, 7, 9, findings, scale);
   library().messages.commit({7, 9, 2, &scale, &findings, &record, &tile, nullptr});
-  CommitRecord expected{.magic = kWireMagic,
-                        .wire_version = kWireVersion,
-                        .phase = 3,
-                        .status = 10,
-                        .source_rank = 2,
-                        .step = 7,
-                        .bucket = 9,
-                        .failed_chunk = 6,
-                        .failed_phase = 2,
-                        .failed_rank = 3,
-                        .expected = 11,
-                        .received = 12,
-                        .checksum = 0};
   expected.checksum =
       word_sum(reinterpret_cast<const std::byte*>(&expected), offsetof(CommitRecord, checksum));
   EXPECT_EQ(std::memcmp(&record, &expected, sizeof(record)), 0);

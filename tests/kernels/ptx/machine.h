@@ -43,7 +43,6 @@ class Fault : public std::runtime_error {
 // Fresh memory holds random bytes, and counts as unwritten until a copy or a kernel writes it.
 void* allocate(size_t num_bytes);
 void release(void* memory);
-bool is_on_device(const void* memory);
 // Notes a copy to the device, from it or within it. Throws Fault where it leaves an allocation.
 void note_copy(void* to, const void* from, size_t num_bytes);
 

@@ -125,7 +125,6 @@ void for_addresses(Context& c, const Op& op, F f) {
 uint8_t* kernel_parameters() { return Arena::get().parameters(); }
 void* allocate(size_t num_bytes) { return Arena::get().allocate(num_bytes); }
 void release(void* memory) { Arena::get().release(memory); }
-bool is_on_device(const void* memory) { return Arena::get().holds(memory); }
 
 void note_copy(void* to, const void* from, size_t num_bytes) {
   Arena& arena = Arena::get();

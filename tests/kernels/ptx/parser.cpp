@@ -153,7 +153,6 @@ class Parser : Operands {
       program_.code[at].target = found->second;
     }
     add({.kind = Kind::kReturn, .line = line_});
-    function.end = static_cast<uint32_t>(program_.code.size());
     uint32_t& words = is_kernel ? program_.kernel_words : program_.function_words;
     words = std::max(words, num_words_);
   }

@@ -63,7 +63,7 @@ struct Function {
   std::string name;
   bool is_kernel = false;
   bool is_defined = false;
-  uint32_t start = 0, end = 0;  // its operations
+  uint32_t start = 0;  // its first operation
   std::vector<Variable> parameters, results;
   size_t parameter_bytes = 0;  // of a kernel
   uint32_t max_threads = 1024;
