@@ -6,16 +6,6 @@
 #error "stack switching is written for x86-64"
 #endif
 
-#if defined(__SANITIZE_ADDRESS__)
-extern "C" {
-// Of the compiler's run-time library; declared here because its header comes with one compiler and
-// not with another. NOLINTBEGIN(bugprone-reserved-identifier)
-void __sanitizer_start_switch_fiber(void** fake_stack, const void* begin, size_t size);
-void __sanitizer_finish_switch_fiber(void* fake_stack, const void** begin, size_t* size);
-// NOLINTEND(bugprone-reserved-identifier)
-}
-#endif
-
 asm(R"(
   .text
   .globl gradferry_switch_stack
@@ -48,30 +38,6 @@ void* prepare_stack(std::byte* end, void (*entry)()) {
   for (int i = 0; i < 8; ++i) slots[i] = 0;
   slots[6] = reinterpret_cast<uintptr_t>(entry);
   return slots;
-}
-
-void SanitizedStack::before_switch([[maybe_unused]] SanitizedStack& next) {
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_start_switch_fiber(&fake_stack_, next.begin_, next.size_);
-#endif
-}
-
-void SanitizedStack::after_switch() {
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(fake_stack_, nullptr, nullptr);
-#endif
-}
-
-void SanitizedStack::enter([[maybe_unused]] SanitizedStack& previous) {
-#if defined(__SANITIZE_ADDRESS__)
-  const void* begin = nullptr;
-  size_t size = 0;
-  __sanitizer_finish_switch_fiber(nullptr, &begin, &size);
-  if (previous.begin_ == nullptr) {
-    previous.begin_ = begin;
-    previous.size_ = size;
-  }
-#endif
 }
 
 }  // namespace gradferry::sim

@@ -14,23 +14,4 @@ extern "C" void gradferry_switch_stack(void** save, void* to);
 // that `entry`, which must not return, is called on it.
 void* prepare_stack(std::byte* end, void (*entry)());
 
-// Tells AddressSanitizer where a stack begins and ends. Empty without it.
-class SanitizedStack {
- public:
-  // Of the host, whose bounds are found out at the first switch away from it.
-  SanitizedStack() = default;
-  SanitizedStack(std::byte* begin, size_t size) : begin_(begin), size_(size) {}
-
-  // Around gradferry_switch_stack: from `this` to `next`.
-  void before_switch(SanitizedStack& next);
-  void after_switch();
-  // First thing on a fresh stack, reached from `previous`.
-  void enter(SanitizedStack& previous);
-
- private:
-  [[maybe_unused]] const void* begin_ = nullptr;
-  [[maybe_unused]] size_t size_ = 0;
-  [[maybe_unused]] void* fake_stack_ = nullptr;
-};
-
 }  // namespace gradferry::sim

@@ -42,6 +42,7 @@ enum class Mishap : uint8_t {
   kCut,       // its connection is closed
   kKill,      // the rank ends before it sends it
   kHalt,      // the rank stops, and its connections stay open
+  kForge,     // its payload is one that no encoder writes, under a right checksum
 };
 
 struct Fault {

@@ -64,7 +64,6 @@ struct Scheduler::Thread {
   std::string name;
   std::function<void()> body;
   std::byte* stack;
-  SanitizedStack sanitized;
   void* stack_pointer;
   Exceptions exceptions = {};
   const void* signal = nullptr;  // it waits for
@@ -88,8 +87,8 @@ Scheduler& Scheduler::current() {
 
 void Scheduler::start(uint32_t rank, std::string name, std::function<void()> body) {
   std::byte* stack = stacks().take();
-  auto thread = std::make_unique<Thread>(
-      Thread{rank, std::move(name), std::move(body), stack, {stack, kStackBytes}, nullptr});
+  auto thread =
+      std::make_unique<Thread>(Thread{rank, std::move(name), std::move(body), stack, nullptr});
   thread->stack_pointer = prepare_stack(stack + kStackBytes, &Scheduler::enter);
   if (!has_stopped(rank)) ready_.push_back(thread.get());
   threads_.push_back(std::move(thread));
@@ -99,7 +98,6 @@ void Scheduler::start(uint32_t rank, std::string name, std::function<void()> bod
 void Scheduler::enter() {
   Scheduler& self = current();
   Thread& thread = *self.running_;
-  thread.sanitized.enter(self.main_);
   try {
     thread.body();
   } catch (...) {
@@ -113,9 +111,7 @@ void Scheduler::enter() {
 void Scheduler::resume(Thread& thread) {
   running_ = &thread;
   thread.exceptions.swap_with_current();
-  main_.before_switch(thread.sanitized);
   gradferry_switch_stack(&main_stack_, thread.stack_pointer);
-  main_.after_switch();
   thread.exceptions.swap_with_current();
   running_ = nullptr;
 }
@@ -123,9 +119,7 @@ void Scheduler::resume(Thread& thread) {
 // Back to run().
 void Scheduler::leave() {
   Thread& thread = *running_;
-  thread.sanitized.before_switch(main_);
   gradferry_switch_stack(&thread.stack_pointer, main_stack_);
-  thread.sanitized.after_switch();
 }
 
 void Scheduler::run() {

@@ -83,7 +83,6 @@ class Scheduler {
   Thread* running_ = nullptr;
   std::exception_ptr failure_;  // what a thread threw
   void* main_stack_ = nullptr;
-  SanitizedStack main_;
   TimePoint time_{std::chrono::hours(1)};
 };
 

@@ -93,6 +93,8 @@ Step draw_step(Choices& choices, const World& world) {
   return step;
 }
 
+bool is_coded(std::string_view codec) { return codec != "exact" && codec != "bf16"; }
+
 void draw_what_goes_wrong(Choices& choices, World& world) {
   world.resumes = choices.below(2) == 1;
   if (world.resumes && choices.below(3) == 2) world.resized = 1 + choices.below(5);
@@ -107,6 +109,11 @@ void draw_what_goes_wrong(Choices& choices, World& world) {
   if (kind < 2) return;
   if (kind == 2) {
     world.fault = {choices.pick(kMishaps), choices.below(65536), choices.below(1U << 20)};
+    // Of `exact` and `bf16` all bytes are numbers.
+    const bool all_lossy = std::ranges::all_of(world.parameters, [&](const ParameterSpec& p) {
+      return is_coded(p.codec) && (world.warmup_steps == 0 || is_coded(p.warmup));
+    });
+    if (all_lossy && choices.below(2) == 1) world.fault.mishap = Mishap::kForge;
     return;
   }
   world.difference = choices.pick(kDifferences);
@@ -144,7 +151,7 @@ const char* name_of(Before before) {
 
 const char* name_of(Mishap mishap) {
   constexpr std::array kNames = {"none",  "flip",  "truncate", "lose", "replay", "swap",
-                                 "delay", "stall", "cut",      "kill", "halt"};
+                                 "delay", "stall", "cut",      "kill", "halt",   "forge"};
   return kNames[static_cast<size_t>(mishap)];
 }
 
