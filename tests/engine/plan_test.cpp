@@ -1,4 +1,5 @@
 // A bucket's plan where counts no longer fit 32 bits. It is tables alone: no gradient is allocated.
+// Plans of buckets of usual sizes are in tests/fuzz/plan_fuzz.cpp.
 #include "hooks/protocol/plan.h"
 
 #include <gtest/gtest.h>
@@ -102,48 +103,6 @@ TEST(HugeParameter, PlanHasEveryElementOnceWhereItLies) {
   }
   EXPECT_EQ(id, layout.num_tiles());
   EXPECT_EQ(element, kElements);
-}
-
-TEST(HugeParameter, PlanCutsMessagesThatFitAndDoNotOverlap) {
-  constexpr uint32_t kHeader = sizeof(MessageHeader);
-  const Layout layout = huge_layout(1);
-  const BucketPlan plan = huge_plan(layout, 1);
-  uint64_t payload_bytes = 0, reduced = 0;
-  for (const ChunkPlan& chunk : plan.chunks) {
-    uint32_t send_start = 0;
-    std::vector<uint32_t> send_next(kWorldSize), receive_next(kWorldSize);
-    for (uint32_t rank = 0; rank < kWorldSize; ++rank) {
-      const Shard& shard = chunk.shards[rank];
-      ASSERT_LE(shard.worker_bytes, kChunkBytes);
-      ASSERT_LE(kHeader + shard.owner_bytes, chunk.rails[0].gather_message_bytes);
-      send_next[rank] = send_start + kHeader;
-      receive_next[rank] = rank * chunk.rails[0].gather_message_bytes + kHeader;
-      send_start += kHeader + shard.worker_bytes;
-      payload_bytes += shard.worker_bytes;
-    }
-    for (size_t i = 0; i < chunk.encode[0].tiles.size(); ++i) {
-      const Tile &sent = chunk.encode[0].tiles[i], &received = chunk.decode[0].tiles[i];
-      const uint32_t owner = layout.owner(sent.id);
-      ASSERT_EQ(sent.payload_offset, send_next[owner]);
-      ASSERT_EQ(received.payload_offset, receive_next[owner]);
-      const Parameter& parameter = layout.parameters()[0];  // all are alike
-      const auto size = [&](Stage stage) {
-        return layout.payload_bytes(parameter, sent.num_elements, stage, CodecChoice::kOwn);
-      };
-      send_next[owner] += size(Stage::kWorker);
-      receive_next[owner] += size(Stage::kOwner);
-    }
-    for (const PlannedBatch& batch : chunk.reduce) reduced += batch.tiles.size();
-  }
-  const auto bytes = [&](uint32_t num_elements) {
-    return uint64_t{layout.payload_bytes(layout.parameters()[0], num_elements, Stage::kWorker,
-                                         CodecChoice::kOwn)};
-  };
-  const uint64_t full = 2 * (kHugeElements / kTileElements);
-  EXPECT_EQ(payload_bytes, full * bytes(kTileElements) + 2 * bytes(904) + bytes(kLastElements));
-  uint64_t owned = 0;
-  for (uint64_t id = 0; id < layout.num_tiles(); ++id) owned += layout.owner(id) == 1;
-  EXPECT_EQ(reduced, owned);
 }
 
 // One element is a whole block of rht, and less with both other codecs.

@@ -136,6 +136,10 @@ void check_residuals(const Layout& layout) {
       const uint32_t n = layout.tile_elements(parameter, t);
       ASSERT_TRUE(n >= 1 && n <= kTileElements);
       const uint64_t at = layout.worker_residual_offset(id), own = layout.owner_residual_offset(id);
+      // The leader of a tile on a node keeps the node's residual; the tile's owner its own.
+      const bool leads = layout.nodes().local_index(layout.rank()) == layout.rail(id);
+      ASSERT_EQ(at != kNoResidual, parameter.worker_residual && leads);
+      ASSERT_EQ(own != kNoResidual, parameter.owner_residual && layout.owner(id) == layout.rank());
       if (at != kNoResidual) worker.add(at, n);
       if (own != kNoResidual) owner.add(own, n);
     }
@@ -171,6 +175,7 @@ void check_elements(const World& world, const std::vector<Rank>& ranks) {
         for (const Piece& piece : chunk.rails[rail].pieces) {
           pieces.add(piece.gradient_offset, piece.num_elements);
           message.add(piece.offset, piece.num_elements);
+          ASSERT_EQ(piece.offset % kPieceAlignment, 0);
           if (rail == nodes.local_index(r)) in_rail += piece.num_elements;
         }
         ASSERT_TRUE(message.disjoint());
@@ -249,8 +254,10 @@ void check_gather(const World& world, const std::vector<Rank>& ranks, uint32_t r
     const Rail& rail = chunk.rails[nodes.local_index(owner)];
     const uint32_t bytes = rail.owner_bytes[nodes.node_of(owner)];
     ASSERT_TRUE(message.cover(bytes));
+    ASSERT_EQ(of_owner.shards[nodes.node_of(owner)].owner_bytes, bytes);
     ASSERT_LE(kHeaderBytes + bytes, rail.gather_message_bytes);
   }
+  ASSERT_EQ(chunk.forward_bytes, ranks[0].plan.chunks[c].forward_bytes);
   each_tile(chunk.decode, [&](const auto&, const Tile& tile, uint32_t owner) {
     ASSERT_EQ(ranks[r].layout.owner(tile.id), owner);
     const uint64_t rail = nodes.local_index(owner);
