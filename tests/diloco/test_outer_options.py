@@ -14,7 +14,6 @@ from gradferry.averaging.global_parameters import pack, unpack
 from gradferry.errors import ProtocolError
 from on_ranks import on_ranks
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils._pytree import tree_map_only
 from training_alone import Plain, are_equal, bits_of, make, move, movements, of_all
 
@@ -35,61 +34,51 @@ def with_tensor(common: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(common, lr=rate, momentum=0.5, nesterov=True, foreach=False)
 
 
+@pytest.mark.filterwarnings("ignore::gradferry.GradferryWarning")  # what is behind is dropped
 @pytest.mark.parametrize("comes", ["new", "behind"])
+@pytest.mark.parametrize(
+    ("outer", "dtype"),
+    [
+        (with_tensor, torch.float32),
+        (None, torch.bfloat16),
+        (None, torch.complex64),  # of which a codec compresses the real view
+        (torch.optim.Adafactor, torch.float32),  # whose state has means over rows and columns
+    ],
+)
 @on_ranks(2)
-def test_options_reach_who_comes(comes: str) -> None:
-    """Rank 0 has taken two outer steps alone, under a schedule, and has changed another option."""
-    rank, model = dist.get_rank(), Plain()
-    groups = [dist.new_group([each]) for each in range(2)]
-    if rank == 0 or comes == "behind":
-        optimizer, diloco = make(model, outer=with_tensor, group=groups[rank])
-        optimizer.step()
-        if rank == 0:
-            schedule = ExponentialLR(diloco.outer, 0.75)
-            optimizer.step()
-            schedule.step()
-            (group,) = diloco.outer.param_groups
-            group["foreach"] = None
-            group["pair"] = (0.5, torch.tensor(3))
-            diloco.rejoin()
-        else:
-            with pytest.warns(gradferry.GradferryWarning, match="others 2 without it"):
-                diloco.rejoin()
-    else:
-        optimizer, diloco = make(model, outer=with_tensor)
-    (group,) = diloco.outer.param_groups
-    found = described(group)
-    assert found["lr"] == shown(torch.tensor(0.7 * 0.75, dtype=torch.float64))
-    assert found["foreach"] == "None"
-    assert found["pair"] == shown((0.5, torch.tensor(3)))
-    assert are_equal(of_all(found))
-    move(model, movements(model, rank))
-    optimizer.step()
-    assert are_equal(of_all(bits_of(model)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-@on_ranks(2)
-def test_momentum_reaches_who_comes(dtype: torch.dtype) -> None:
-    """Also that of complex parameters, of which a codec compresses the real view."""
-    model = nn.Module()
+def test_options_and_state_reach_who_comes_and_are_saved(
+    comes: str, outer: Any, dtype: torch.dtype
+) -> None:
+    """Rank 0 has taken two outer steps alone, and has changed options."""
+    rank, model = dist.get_rank(), nn.Module()
     model.weight = nn.Parameter(torch.zeros(64, 256, dtype=dtype))
     model.scalar = nn.Parameter(torch.zeros((), dtype=dtype))
     groups = [dist.new_group([each]) for each in range(2)]
-    if dist.get_rank() == 0:
-        optimizer, diloco = make(model, outer=None, group=groups[0])
-        move(model, movements(model, 0))
-        optimizer.step()
+    is_new = rank == 1 and comes == "new"
+    optimizer, diloco = make(model, outer=outer, group=None if is_new else groups[rank])
+    if not is_new:
+        for step in range(2 - rank):
+            move(model, movements(model, rank, step))
+            optimizer.step()
+        if rank == 0:
+            (group,) = diloco.outer.param_groups
+            group["lr"] *= 0.75
+            group["pair"] = (0.5, torch.tensor(3))
+            group["foreach"] = None
         diloco.rejoin()
-    else:
-        optimizer, diloco = make(model, outer=None)
-    state = diloco.state_dict()["outer"]["state"]
-    momentum = [state[index]["momentum_buffer"] for index in range(2)]
-    assert all(bool(each.abs().sum() > 0) for each in momentum)
-    assert are_equal(of_all([torch.view_as_real(each + 0j).tolist() for each in momentum]))
-    move(model, movements(model, 1))
-    optimizer.step()
-    assert are_equal(of_all(bits_of(model)))
+    model_too = copy.deepcopy(model.state_dict())
+    saved = diloco.state_dict()
+    assert are_equal(of_all(shown(saved["outer"])))
+    assert "pair" in diloco.outer.param_groups[0]
+    assert len(saved["outer"]["state"]) == 2
+    bits = []
+    for _ in range(2):
+        diloco.load_state_dict(saved)
+        model.load_state_dict(model_too)
+        move(model, movements(model, rank))
+        optimizer.step()
+        bits += of_all(bits_of(model))
+    assert are_equal(bits)
 
 
 @on_ranks(2)
@@ -155,29 +144,3 @@ def test_bytes_that_fit_no_optimizer_are_refused() -> None:
         with pytest.raises(ProtocolError):
             unpack(data, here)
         assert described(here.param_groups[0]) == before
-
-
-@on_ranks(2)
-def test_outer_adafactor_is_saved_loaded_and_handed_on() -> None:
-    """Its state has means over rows and columns."""
-    model, group = Plain(), dist.new_group()
-    optimizer, diloco = make(model, outer=torch.optim.Adafactor)
-    move(model, movements(model, dist.get_rank()))
-    optimizer.step()
-    saved = copy.deepcopy((model.state_dict(), diloco.state_dict()))
-    if dist.get_rank() == 0:
-        diloco.rejoin(group)
-    else:
-        diloco.close()
-        model = Plain()
-        optimizer, diloco = make(model, outer=torch.optim.Adafactor, group=group)
-    bits = []
-    for again in range(2):
-        move(model, movements(model, dist.get_rank(), 1))
-        optimizer.step()
-        bits.append(of_all(bits_of(model)))
-        if not again:
-            model.load_state_dict(saved[0])
-            diloco.load_state_dict(saved[1])
-    assert are_equal(bits[0])
-    assert are_equal(bits[1])
