@@ -23,12 +23,6 @@ from gradferry_lab.ranks.hosts import Where
 from reference import Layout, Parameter, two_level_bytes_per_step, wire_bytes_per_step
 from world import World
 
-ROW_KEYS = {
-    "op", "size", "count", "type", "codec", "exchange", "chosen", "time", "algbw", "busbw", "wrong",
-    "wire", "ratio", "enc", "dec", "net", "rel_err", "speedup", "speedup_low", "speedup_high",
-    "iters", "interval_coverage", "time_min", "time_max", "wire_measured", "link", "ranks", "hosts",
-    "ranks_per_host", "device",
-}  # fmt: skip
 WHERE = Where("1gbit", ranks=4, hosts=4, ranks_per_host=1)
 
 
@@ -39,7 +33,6 @@ def test_collective_smoke_compares_with_the_backends_own(rows_of, capsys):
         (size, name) for size in (1 << 16, 1 << 18) for name in names
     ]
     for row in rows:
-        assert set(row) == ROW_KEYS
         assert row["wrong"] == 0
         assert row["algbw"] == pytest.approx(row["size"] / row["time"] / 1e3)
         assert row["busbw"] == pytest.approx(row["algbw"])  # 2 ranks

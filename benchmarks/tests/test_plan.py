@@ -7,11 +7,6 @@ from typing import Any
 import pytest
 from gradferry import _native
 
-KEYS = [
-    "kind", "exchange", "hook", "wire_bytes", "card_bytes", "ratio_to_fp32", "needs_momentum",
-    "link", "transfer_ms", "compute_ms", "least_step_ms", "most_step_ms", "world", "gpus_per_node",
-    "params", "parallel",
-]  # fmt: skip
 ELEMENTS, WORLD = 2e7, 16
 SMALL = ("plan", "--world", "16", "--params", "2e7", "--hooks", "torch:bf16", "q4")
 
@@ -24,7 +19,6 @@ def test_a_plan_shows_bytes_and_says_that_they_are_arithmetic(
         ("torch:fp32", None), ("torch:bf16", None), ("q4", "flat"), ("q4", "two-level"),
     ]  # fmt: skip
     for row in rows:
-        assert list(row) == KEYS
         assert row["compute_ms"] is row["least_step_ms"] is row["most_step_ms"] is None
     shown = capsys.readouterr().out
     assert "arithmetic, not a measurement" in shown

@@ -101,10 +101,3 @@ def test_instructions_leave_memory_to_be_what_limits(codec, dtype, encode, decod
     }
     assert 10 < counted["encode", True] <= encode
     assert 5 < counted["decode", True] <= decode
-
-
-def test_find_nvdisasm_says_where_it_comes_from(monkeypatch):
-    monkeypatch.setattr(count_sass.shutil, "which", lambda name: None)
-    monkeypatch.setattr(count_sass.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"wheels triton and nvidia-cuda-nvdisasm"):
-        count_sass.find_nvdisasm(None)
