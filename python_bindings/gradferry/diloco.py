@@ -467,7 +467,7 @@ class DiLoCo:
     def _join(self, members: dist.ProcessGroup, problem: Exception | None) -> None:
         device = CPU if problem is not None else self._global.device
         longest = patience(members, rendezvous_place(members, device))
-        meet(members, longest, "come to make a DiLoCo or to rejoin")
+        meet(members, longest, "make a DiLoCo or rejoin")
         try:
             is_due = self._meet_members(members, device, problem)
         except BaseException as error:

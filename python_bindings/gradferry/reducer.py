@@ -113,7 +113,7 @@ class Reducer(Averaging):
             _place_in(members, device),
             propose_here,
             lambda running: running,
-            purpose="come to make a Reducer",
+            purpose="make a Reducer",
         )
         self._watches = False  # the optimizer
         self._averaged: list[weakref.ref[torch.Tensor]] = []  # in the last call, in order

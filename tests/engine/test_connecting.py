@@ -64,11 +64,11 @@ def test_ranks_that_attach_without_one_name_it_and_keep_the_group(
     outcomes = [outcome for outcome, _, _ in answers if outcome is not None]
     assert [o.error for o in outcomes] == ["PeerError"] * 2, outcomes
     assert len({o.text for o in outcomes}) == 1, outcomes
-    assert outcomes[0].text.startswith(f"rank {absent} did not come to attach within 1 s")
+    assert outcomes[0].text.startswith(f"rank {absent} did not call attach within 1 s")
     # One of them at least, the first; it may have come before the other.
     said = [text for _, texts, _ in answers for text in texts]
     assert 1 <= len(said) <= 2
-    assert all(str(absent) in text.partition(" did not come to attach yet")[0] for text in said)
+    assert all(str(absent) in text.partition(" did not call attach yet")[0] for text in said)
     assert all(trained for _, _, trained in answers)
 
 
@@ -111,7 +111,7 @@ def case_interrupted() -> bool:
         dist.barrier()
         with little_patience():
             outcome = attempt(lambda: gradferry.attach(ddp, "q4"))
-        assert outcome.text.startswith("rank 0 did not come"), outcome
+        assert outcome.text.startswith("rank 0 did not call"), outcome
     dist.barrier()
     return train()
 

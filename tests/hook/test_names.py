@@ -243,7 +243,7 @@ def diverged(group: Any, second: bool) -> Outcome:
 CASES: dict[Callable[[Any, bool], Outcome], tuple[str, str]] = {
     other_codec: ("rank 2 differs from rank 1 in codec",) * 2,
     bad_codec: ("rank 2: codec 'q5'", "codec 'q5'"),
-    stays_away: ("rank 2 did not come to make a Reducer", ""),
+    stays_away: ("rank 2 did not make a Reducer", ""),
     cannot_connect: ("rank 2: cannot connect to the other ranks: too many open files",) * 2,
     bad_tensors: ("rank 2: the tensors lack 'b'", "the tensors lack 'b'"),
     lets_go: ("rank 1 lost contact with rank 2 (step 1", ""),

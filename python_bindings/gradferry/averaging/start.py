@@ -70,7 +70,7 @@ def start(
         propose: the configuration of this rank. An error in it is raised on all ranks.
         build: what is made of the configuration that all ranks agreed on, with its engine started.
             An error in it, too, is raised on all ranks.
-        purpose: what ranks that stay away did not do, for example "come to attach".
+        purpose: what ranks that stay away did not do, for example "call attach".
 
     Returns:
         What `build` returned.

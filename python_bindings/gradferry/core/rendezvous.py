@@ -94,7 +94,7 @@ def meet(
     Args:
         group: of the ranks.
         longest: how long to wait for the others.
-        purpose: what ranks that stay away did not do, for example "come to attach".
+        purpose: what ranks that stay away did not do, for example "call attach".
         beside: another group of this rank. No rank waits here after one has called `say_failed`
             there: ranks that know of it may never come.
 

@@ -111,7 +111,7 @@ def bind(
     def build(running: Running) -> Binding:
         return _build(running, model, native=native)
 
-    binding = start(model.group, model.device, propose_here, build, purpose="come to attach")
+    binding = start(model.group, model.device, propose_here, build, purpose="call attach")
     _register(model, binding, native=native)
     binding.watch.start()
     model.ddp.no_sync = binding.watch.no_sync  # type: ignore[method-assign]

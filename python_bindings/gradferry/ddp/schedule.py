@@ -14,9 +14,9 @@ def busy_notes(waited: float, when: str) -> list[str]:
     if waited < BUSY:
         return []
     return [
-        f"This machine is busy: {when} threads waited {waited:.0%} of their time for a processor. "
-        "Figures are worse for it, and not equally: measure again when it is idle, or with fewer "
-        "threads per rank."
+        f"This machine is busy: {when}, threads spent {waited:.0%} of their time waiting for a "
+        "CPU. All times are longer for it, some more than others: measure again when it is idle, "
+        "or with fewer threads per rank."
     ]
 
 

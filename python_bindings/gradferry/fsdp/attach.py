@@ -265,7 +265,7 @@ def _start(
     group: dist.ProcessGroup, modules: Sequence[ShardedModule], propose_here: Callable[[], Running]
 ) -> Running:
     device = modules[0].device
-    return start(group, device, propose_here, lambda running: running, purpose="come to attach")
+    return start(group, device, propose_here, lambda running: running, purpose="call attach")
 
 
 def _propose(

@@ -29,9 +29,7 @@ def any_gives(
 ) -> bool:
     """Whether any rank of the shard group has given its replicas. Collective."""
     device = modules[0].device
-    meet(
-        shard_group, patience(shard_group, rendezvous_place(shard_group, device)), "come to attach"
-    )
+    meet(shard_group, patience(shard_group, rendezvous_place(shard_group, device)), "call attach")
     records = gather_records({"replicate_group": given}, shard_group, device)
     return any(record.get("replicate_group") for record in records)
 
@@ -106,7 +104,7 @@ def replicas_of(
     records: list[Record] = []
 
     def tell_and_hear() -> None:
-        records.extend(_records(own, group, modules, "come to attach", shard_group))
+        records.extend(_records(own, group, modules, "call attach", shard_group))
         _raise_first(own, records, group)
 
     try:
