@@ -27,6 +27,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     seen = set(waiting)
     while waiting:
         path = waiting.pop()
+        if path.startswith("docs/") and not path.endswith(".md"):
+            continue  # a picture, which mkdocs copies
         content = _content(path)
         if not path.startswith("docs/"):
             files.append(File.generated(config, _place(path), content=content))
