@@ -299,6 +299,33 @@ void check_fits(const World& world, const Rank& rank, const Workspace& space) {
   }
 }
 
+// Each plans for itself, and posts collectives in an order that depends on its slots; siblings that
+// share memory map the same, although extra ranks need less.
+void check_alike(const World& world, const std::vector<Rank>& ranks,
+                 const std::vector<Workspace>& spaces) {
+  const Nodes& nodes = ranks[0].layout.nodes();
+  for (uint32_t r = 0; r < spaces.size(); ++r) {
+    if (!world.limits.siblings_share) {
+      ASSERT_EQ(spaces[r].slots, spaces[0].slots);
+      continue;
+    }
+    const std::vector<uint32_t> siblings = nodes.siblings(r);
+    const Workspace &space = spaces[r], &first = spaces[siblings.front()];
+    ASSERT_EQ(space.slots, first.slots);
+    ASSERT_EQ(space.shared_bytes, first.shared_bytes);
+    ASSERT_EQ(space.gathered_bytes, first.gathered_bytes);
+    ASSERT_EQ(space.dense_place_bytes, first.dense_place_bytes);
+    if (space.shared_bytes == 0) continue;
+    const uint64_t places = uint64_t{nodes.num_rails()} * (siblings.size() - 1);
+    ASSERT_LE(space.gathered_bytes + places * space.dense_place_bytes, space.shared_bytes);
+    for (const ChunkPlan& chunk : ranks[r].plan.chunks) {
+      for (const Rail& rail : chunk.rails) {
+        ASSERT_LE(uint64_t{rail.num_elements} * item_bytes(chunk.dtype), space.dense_place_bytes);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void run(Bytes input) {
@@ -313,6 +340,7 @@ void run(Bytes input) {
     ranks.push_back({std::move(layout), std::move(plan)});
   }
   check_elements(world, ranks);
+  std::vector<Workspace> spaces;
   for (uint32_t r = 0; r < ranks.size(); ++r) {
     check_residuals(ranks[r].layout);
     ASSERT_EQ(ranks[r].plan.chunks.size(), ranks[0].plan.chunks.size());
@@ -324,13 +352,14 @@ void run(Bytes input) {
       if (gathers(world.limits.collective)) check_gather(world, ranks, r, c);
     }
     try {
-      check_fits(world, ranks[r],
-                 plan_workspace(ranks[r].layout, world.options.chunk_bytes, world.limits));
+      spaces.push_back(plan_workspace(ranks[r].layout, world.options.chunk_bytes, world.limits));
+      check_fits(world, ranks[r], spaces.back());
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::kConfig);
       EXPECT_NE(std::string(error.what()).find("workspace_cap_mb="), std::string::npos);
     }
   }
+  if (spaces.size() == ranks.size()) check_alike(world, ranks, spaces);
 }
 
 }  // namespace gradferry::fuzzing
