@@ -4,10 +4,9 @@
 #   PYTHON=python3.12  which Python makes that environment (3.10 to 3.13)
 #   JOBS=4             how many compilers or tests run at once
 #
-# Environments are .venv, .venv-torch<version>, .venv-docs and, for trainers, .venv-hosts. All else is in build/: core
-# holds kernels and C++ tests and is shared by every torch, torch-<version> hooks and bindings, release the kernels of
-# wheels. `make demo` on a fresh clone builds there the package for the CPU alone; `make setup` adds what tests need and
-# compiles nothing twice. Stamps remember what is done; long output is in build/*.log.
+# Environments are .venv, .venv-torch<version>, .venv-docs and .venv-hosts. In build/, core holds kernels and C++ tests
+# for every torch, torch-<version> hooks and bindings. `make demo` on a fresh clone builds there the package for the CPU
+# alone, and `make setup` what tests need beside it. Stamps remember what is done; long output is in build/*.log.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -39,12 +38,10 @@ package_inputs := $(call files,pyproject.toml README.md CMakeLists.txt cmake inc
     benchmarks/gradferry_lab examples/cpp kernels/common) \
     $(call tests_of,tests/engine tests/faults tests/reducer tests/kernels/host_library.* tests/kernels/numbers.h)
 
-kernels_ready := build/core/.kernels
 core_ready := build/core/.installed
 venv_ready := $(venv)/.torch-$(TORCH)
 package_ready := $(venv)/.gradferry
-# Where everything is installed already, the demo uses and renews that.
-demo_ready := $(if $(wildcard $(package_ready)),$(package_ready),$(venv)/.gradferry-demo)
+demo_ready := $(or $(wildcard $(package_ready)),$(venv)/.gradferry-demo)
 
 # A preset of CMake; what it gives, and how long that usually takes; options of its configuration and of its build.
 cmake = $(quiet) build/$(1).log --title "build/$(1): $(2)" bash -ec 'cmake --preset $(1) $(3); cmake --build --preset $(1) $(4)'
@@ -63,8 +60,7 @@ ifeq ($(MAKELEVEL),0)
 .NOTPARALLEL:
 endif
 
-.PHONY: help setup demo wheel sdist test test-full test-slow test-hosts test-sanitized test-torch-core sim sim-threads \
-    soak fuzz lint format docs bench gpu-check sass clean distclean
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*## .*/\1/p' Makefile)
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -187,7 +183,7 @@ $(hosts)/.hosts: requirements/hosts.txt | $(venv)/.test
 	@echo "import site; site.addsitedir('$(call site_of,$(venv))')" > "$(call site_of,$(hosts))/below.pth"
 	@$(quiet) build/pip_hosts.log --title "$(hosts): trainers" \
 	    $(hosts)/bin/python $(pip) -r $< -c requirements/run.txt -c requirements/test.txt && touch $@
-$(kernels_ready): $(kernel_inputs) | build/.system_package
+build/core/.kernels: $(kernel_inputs) | build/.system_package
 	@rm -f $(core_ready)  # what stands there is without tests from now on
 	@$(call cmake,demo,kernels (usually 1 min),,--target install) && touch $@
 $(core_ready): $(core_inputs) | build/.system_tests
@@ -200,7 +196,7 @@ define install_package
 	    --config-settings=cmake.define.GRADFERRY_WERROR=ON --config-settings=cmake.define.GRADFERRY_TESTS=$(1) \
 	    --config-settings=install.components='python$(if $(filter ON,$(1)),;tests)' . && touch $@
 endef
-$(venv)/.gradferry-demo: $(package_inputs) $(kernels_ready) $(venv_ready)
+$(venv)/.gradferry-demo: $(package_inputs) build/core/.kernels $(venv_ready)
 	$(call install_package,OFF)
 $(package_ready): $(package_inputs) $(core_ready) $(venv_ready) | $(venv)/.test
 	$(call install_package,ON)
