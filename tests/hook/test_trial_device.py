@@ -205,15 +205,6 @@ def case_auto(
     return choice, seconds
 
 
-def test_auto_follows_the_clock_of_the_device(worlds: Worlds) -> None:
-    answers = worlds(2).run(case_auto, prices=Prices())
-    assert answers[0] == answers[1]
-    choice, seconds = answers[0]
-    assert set(choice["measured_ms"]) == {"q4", "off"}
-    assert choice["codec"] == "q4"
-    assert seconds[-1] == pytest.approx(1e-3 * choice["measured_ms"]["q4"], rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("near", "has_cpu", "exchange"), [(NEAR, False, "two-level"), (1.0, True, "flat")]
 )
