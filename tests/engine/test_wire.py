@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from mixed import NODES
-from reference import Layout, two_level_bytes_per_step
-from scenario import ChosenGradients, Run, Scenario, Weight, train
+from scenario import ChosenGradients, Run, Scenario, Weight, bytes_sent, train
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
@@ -28,29 +27,6 @@ NINE = (*WEIGHTS, *(Weight(f"small{i}", (9,)) for i in range(3)))
 # A rail of two has more than a chunk's most bytes of gradient in the first.
 LARGE = (Weight("large", (1100, 1000)), *WEIGHTS)
 SCENARIO = Scenario(WEIGHTS, 3, steps=2, ddp={"bucket_cap_mb": 0.5})
-
-
-def formula(scenario: Scenario, buckets: list[list[list[str]]], rank: int) -> tuple[int, int]:
-    """Bytes to other nodes, and to the ranks of the own one."""
-    layout = Layout(
-        [w.describe() for w in scenario.weights],
-        scenario.codec,
-        scenario.world_size,
-        scenario.rules,
-        scenario.options.get("warmup", "exact"),
-    )
-    number = {weight.name: index for index, weight in enumerate(scenario.weights)}
-    by_step = [
-        two_level_bytes_per_step(
-            layout.in_warmup() if step < scenario.options.get("warmup_steps", 0) else layout,
-            scenario.nodes or layout.nodes,
-            [[number[name] for name in bucket] for bucket in of_step],
-            rank,
-            scenario.ddp.get("find_unused_parameters", False),
-        )
-        for step, of_step in enumerate(buckets)
-    ]
-    return sum(wire for wire, _ in by_step), sum(local for _, local in by_step)
 
 
 def row(name: str, *marks: Any, nodes: str | None = None, **changes: Any) -> Any:
@@ -92,9 +68,8 @@ def test_bytes_equal_the_formula(worlds: Worlds, scenario: Scenario) -> None:
     answers = worlds(scenario.world_size).run(train, scenario=scenario)
     for rank, answer in enumerate(answers):
         stats = answer["stats"]
-        assert (stats["wire_bytes"], stats["local_bytes"]) == (
-            formula(scenario, answer["buckets"], rank)
-        )
+        counted = stats["wire_bytes"], stats["local_bytes"]
+        assert counted == bytes_sent(scenario, answer["buckets"], rank)
         assert (stats["wire_bytes"] > 0) == (len(scenario.nodes or answers) > 1)
         if scenario.codec == "exact" or scenario.weights == LARGE:
             assert stats["chunks"] > stats["buckets"]

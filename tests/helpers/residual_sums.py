@@ -8,22 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from reference import ReferenceEngine, Tile
-from scenario import Scenario
+from scenario import Scenario, reference_of
 
 ALIGNMENT = 16  # elements: where parameters and owned tiles begin in a residual
-
-
-def reference_of(scenario: Scenario) -> ReferenceEngine:
-    return ReferenceEngine(
-        scenario.world_size,
-        [w.describe() for w in scenario.weights],
-        scenario.codec,
-        scenario.error_feedback,
-        momentum=scenario.options.get("momentum", 0.0),
-        warmup_steps=scenario.options.get("warmup_steps", 0),
-        warmup=scenario.options.get("warmup", "exact"),
-        nodes=scenario.nodes,
-    )
 
 
 def still_missing(states: Sequence[dict], scenario: Scenario) -> list[np.ndarray]:

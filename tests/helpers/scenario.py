@@ -18,7 +18,14 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from reference import DTYPES, Parameter, ReferenceEngine, narrow, widen
+from reference import (
+    DTYPES,
+    Parameter,
+    ReferenceEngine,
+    narrow,
+    two_level_bytes_per_step,
+    widen,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -235,7 +242,7 @@ class Run:
     """
 
     def __init__(self, scenario: Scenario, group: dist.ProcessGroup | None = None) -> None:
-        self.scenario = scenario
+        self.scenario, self.group = scenario, group
         self.model = ChosenGradients(scenario)
         self.device = torch.device("cpu")
         if scenario.device != "cpu":
@@ -252,10 +259,11 @@ class Run:
     def saved_and_loaded(self) -> Run:
         """A new model with this one's parameters and state, which went through a file."""
         file = io.BytesIO()
-        torch.save({"model": self.model.state_dict(), "hook": self.state.state_dict()}, file)
+        model = {name: p.cpu() for name, p in self.model.state_dict().items()}
+        torch.save({"model": model, "hook": self.state.state_dict()}, file)
         file.seek(0)
         saved = torch.load(file)
-        after = Run(self.scenario)
+        after = Run(self.scenario, self.group)
         after.model.load_state_dict(saved["model"])
         after.state.load_state_dict(saved["hook"])
         return after
@@ -269,7 +277,7 @@ class Run:
             with contextlib.nullcontext() if last else self.ddp.no_sync():
                 loss = self.ddp(self.targets(step, turn))
                 if last:
-                    self.buckets.append(self._bucket_names())
+                    self.buckets.append(self.bucket_names())
                 loss.backward()
         gradients = [
             None if p.grad is None else w.to_flat(p.grad)
@@ -298,7 +306,7 @@ class Run:
     def parameter_hash(self) -> str:
         return hash_of(self.scenario, list(self.model.parameters()))
 
-    def _bucket_names(self) -> list[list[str]]:
+    def bucket_names(self) -> list[list[str]]:
         names = {id(p): name for name, p in self.model.named_parameters()}
         buckets = self.ddp.reducer._get_zeros_like_grad_buckets()
         return [[names[id(p)] for p in bucket.parameters()] for bucket in buckets]
@@ -337,9 +345,8 @@ def trained(run: Run) -> dict[str, Any]:
     }
 
 
-def expected_gradients(scenario: Scenario) -> list[list[list[np.ndarray]]]:
-    """[step][rank][parameter], flat."""
-    engine = ReferenceEngine(
+def reference_of(scenario: Scenario) -> ReferenceEngine:
+    return ReferenceEngine(
         scenario.world_size,
         [weight.describe() for weight in scenario.weights],
         scenario.codec,
@@ -351,11 +358,35 @@ def expected_gradients(scenario: Scenario) -> list[list[list[np.ndarray]]]:
         scenario.options.get("warmup", "exact"),
         scenario.nodes,
     )
+
+
+def expected_gradients(scenario: Scenario) -> list[list[list[np.ndarray]]]:
+    """[step][rank][parameter], flat."""
+    engine = reference_of(scenario)
     ranks, count = range(scenario.world_size), len(scenario.weights)
     return [
         engine.step([[scenario.accumulated(s, r, i) for i in range(count)] for r in ranks])
         for s in range(max(map(scenario.rank_steps, ranks)))
     ]
+
+
+def bytes_sent(
+    scenario: Scenario, buckets: Sequence[Sequence[Sequence[str]]], rank: int
+) -> tuple[int, int]:
+    """Bytes to other nodes, and to the ranks of the own one, in steps with these buckets."""
+    layout = reference_of(scenario).layout
+    number = {weight.name: index for index, weight in enumerate(scenario.weights)}
+    by_step = [
+        two_level_bytes_per_step(
+            layout.in_warmup() if step < scenario.options.get("warmup_steps", 0) else layout,
+            scenario.nodes or layout.nodes,
+            [[number[name] for name in bucket] for bucket in of_step],
+            rank,
+            scenario.ddp.get("find_unused_parameters", False),
+        )
+        for step, of_step in enumerate(buckets)
+    ]
+    return sum(wire for wire, _ in by_step), sum(local for _, local in by_step)
 
 
 def assert_bit_equal(answers: list[dict[str, Any] | None], scenario: Scenario) -> None:

@@ -1,13 +1,20 @@
-"""Attaching again and again, late, several at once, and in groups that overlap; and memory."""
+"""Attaching again and again, several at once, and in groups that overlap; threads, forked children
+and memory; and what a process may have set: another default dtype or device, inference mode, and
+TORCH_DISTRIBUTED_DEBUG=DETAIL, in which torch wraps every process group.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
 import itertools
+import os
 import pickle
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,16 +26,38 @@ import pytest
 import scenario as scenarios
 import torch
 import torch.distributed as dist
+from gradferry import _native
+from gradferry.checkpoint import merge
 from gradferry.core import agreement
+from gradferry.core.engine import make_lanes
 from on_ranks import on_ranks
-from residual_sums import reference_of
-from scenario import Run, Scenario, Weight, assert_all_bit_equal, assert_bit_equal, hooked
-from stepping import warned
+from outcomes import attempt
+from scenario import (
+    Run,
+    Scenario,
+    Weight,
+    assert_all_bit_equal,
+    assert_bit_equal,
+    group_of,
+    hooked,
+    reference_of,
+    train_all,
+)
+from stepping import slot, warned
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from world import World, thread_names
+from world import COLLECTIVE_SECONDS, World, thread_names
 
-WEIGHTS = (Weight("first", (60, 50)), Weight("bias", (50,)))
+WEIGHTS = (
+    Weight("first", (90, 70)),
+    Weight("bias", (50,)),
+    Weight("second", (120, 60)),
+    Weight("third", (70, 64)),
+)
+SCENARIO = Scenario(WEIGHTS, error_feedback="both", ddp={"bucket_cap_mb": 0.02})
+HOOKS = pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+
+# --- lives ----------------------------------------------------------------------------------------
 
 
 def engine_threads() -> int:
@@ -54,15 +83,18 @@ def open_files() -> int:
 @on_ranks()
 def test_six_lives_in_one_process_leave_nothing_behind(change: dict[str, Any]) -> None:
     """Engine threads of its own are those of a model's life; open files, and what the garbage
-    collector knows of, stay as they are.
+    collector knows of, stay as they are. An engine allocates nothing after its first steps.
     """
     gc.collect()
     before = engine_threads()  # of models that other tests have left behind
     counts = []
     for seed in range(6):
         run = Run(Scenario(WEIGHTS, seed=seed, **change))
-        run.step(0)
-        run.step(1)
+        allocations = []
+        for step in range(5):
+            run.step(step)
+            allocations.append(run.state.stats()["workspace_allocations"])
+        assert len(set(allocations[2:])) == 1 or "native" not in change
         threads = engine_threads() - before
         del run
         gc.collect()
@@ -80,48 +112,96 @@ def test_six_lives_in_one_process_leave_nothing_behind(change: dict[str, Any]) -
     assert min(grown) <= 0, counts
 
 
-def run_steps(runs: list[Run]) -> list[dict]:
-    """Steps of all models, interleaved."""
-    gradients: list[list] = [[] for _ in runs]
-    for step in range(runs[0].scenario.steps):
-        for run, collected in zip(runs, gradients, strict=True):
-            collected.append(run.step(step))
-    return [run.answer(g) for run, g in zip(runs, gradients, strict=True)]
+Steps = list[list[np.ndarray]]  # gradients of a step by model
 
 
-def case_many_attached(scenarios: list[Scenario]) -> list[dict]:
-    return run_steps([Run(scenario) for scenario in scenarios])
+def in_turn(runs: list[Run], step: int) -> Steps:
+    return [run.step(step) for run in runs]
 
 
-@pytest.mark.parametrize("number", [12, pytest.param(60, marks=pytest.mark.slow)])
-def test_many_models_in_one_process_keep_apart(world_of_2: World, number: int) -> None:
+def in_one_backward(runs: list[Run], step: int) -> Steps:
+    """Two backward passes before any gradient is looked at."""
+    losses = [run.ddp(run.targets(step)) for run in runs]
+    for run in runs:
+        run.ddp.zero_grad()
+    sum(losses).backward()
+    pairs = [zip(run.scenario.weights, run.model.parameters(), strict=True) for run in runs]
+    return [[w.to_flat(p.grad) for w, p in own] for own in pairs]
+
+
+def in_threads(runs: list[Run], step: int) -> Steps:
+    try:
+        with ThreadPoolExecutor(len(runs)) as threads:
+            return list(threads.map(lambda run: run.step(step), runs))
+    finally:
+        # A forward sets this back to what it found, which between two threads may be the other's
+        # module: it would live on, and torch.compile would split the next model by its buckets.
+        DistributedDataParallel._active_ddp_module = None
+
+
+def case_several(scenarios: list[Scenario], how: Callable[[list[Run], int], Steps]) -> dict:
+    """Answers by the number of a scenario, of those that this rank is in."""
+    # DDP itself communicates in its group when it rebuilds buckets: threads take one each.
+    groups = [dist.new_group() if how is in_threads else group_of(one) for one in scenarios]
+    rank = dist.get_rank()
+    runs = {
+        number: Run(scenario, group)
+        for number, (scenario, group) in enumerate(zip(scenarios, groups, strict=True))
+        if rank in (scenario.group_ranks or (rank,))
+    }
+    steps = [how(list(runs.values()), step) for step in range(scenarios[0].steps)]
+    gradients = zip(*steps, strict=True)
+    return {
+        number: runs[number].answer(list(own)) for number, own in zip(runs, gradients, strict=True)
+    }
+
+
+def many(number: int) -> list[Scenario]:
     codecs = ("q4", "exact", "sign1")
-    scenarios = [
+    return [
         Scenario(WEIGHTS, steps=2, codec=codecs[seed % 3], seed=seed, native=seed % 2 == 0)
         for seed in range(number)
     ]
-    answers = world_of_2.run(case_many_attached, scenarios=scenarios)
-    assert_all_bit_equal(answers, scenarios)
 
 
-def case_overlapping(left: Scenario, right: Scenario) -> dict[str, dict]:
-    """Groups {0, 1} and {1, 2}: rank 1 is in both, and attaches to the left one first."""
-    groups = {name: dist.new_group(ranks) for name, ranks in (("l", [0, 1]), ("r", [1, 2]))}
-    scenarios = {"l": left, "r": right}
-    mine = {0: "l", 1: "lr", 2: "r"}[dist.get_rank()]
-    runs = [Run(scenarios[name], groups[name]) for name in mine]
-    return dict(zip(mine, run_steps(runs), strict=True))
+def two(**changes: Any) -> list[Scenario]:
+    return [
+        dataclasses.replace(SCENARIO, **changes),
+        dataclasses.replace(SCENARIO, codec="rht:bits=2", seed=3, **changes),
+    ]
 
 
-def test_overlapping_groups_each_get_their_own_average(world_of_3: World) -> None:
-    left = Scenario(WEIGHTS, steps=3, error_feedback="both")
-    right = Scenario(WEIGHTS, steps=3, seed=4)
-    answers = world_of_3.run(case_overlapping, left=left, right=right)
-    assert_bit_equal([answers[0]["l"], answers[1]["l"]], left)
-    assert_bit_equal([answers[1]["r"], answers[2]["r"]], right)
+LEFT, RIGHT = two()
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize(
+    ("scenarios", "how"),
+    [
+        pytest.param(many(12), in_turn, id="12"),
+        pytest.param(many(60), in_turn, id="60", marks=pytest.mark.slow),
+        pytest.param(
+            [
+                dataclasses.replace(LEFT, group_ranks=(0, 1)),
+                dataclasses.replace(RIGHT, group_ranks=(1, 2)),
+            ],
+            in_turn,
+            id="overlapping groups",
+        ),
+        pytest.param(two(), in_one_backward, id="one backward pass"),
+        pytest.param(two(steps=12), in_threads, id="threads"),
+        pytest.param(two(steps=12, native=False), in_threads, id="threads, python"),
+    ],
+)
+def test_several_models_of_a_process_keep_apart(
+    worlds: Callable[[int], World], scenarios: list[Scenario], how: Any
+) -> None:
+    size = 3 if scenarios[0].group_ranks else 2
+    answers = worlds(size).run(case_several, scenarios=scenarios, how=how)
+    for number, scenario in enumerate(scenarios):
+        assert_bit_equal([answer.get(number) for answer in answers], scenario)
+
+
+@HOOKS
 @on_ranks()
 def test_copied_model_says_that_it_has_no_hook_and_takes_a_new_one(native: bool) -> None:
     run = Run(Scenario(WEIGHTS, native=native))
@@ -141,130 +221,30 @@ def test_copied_model_says_that_it_has_no_hook_and_takes_a_new_one(native: bool)
     assert run.state.stats()["buckets"] > 0
 
 
-def case_attach_after_destroy(times: int) -> dict:
+def case_attach_after_destroy(scenario: Scenario) -> dict:
     """The same process trains, leaves its group, joins a new one and trains again."""
     store = dist.distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
-    for life in range(times):
-        run = Run(Scenario(WEIGHTS))
-        run.step(0)
+    for life in range(3):
+        Run(scenario).step(0)
         dist.barrier()
         dist.destroy_process_group()
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(f"life {life}", store), rank=rank, world_size=size
         )
-    return run_steps([Run(LAST_LIFE)])[0]
-
-
-LAST_LIFE = Scenario(WEIGHTS, steps=3, seed=2, error_feedback="both")
+    return case_several([scenario], in_turn)[0]
 
 
 def test_attach_in_a_new_default_group_after_destroy() -> None:
     world = World(2)  # its first group ends with this case
     try:
-        answers = world.run(case_attach_after_destroy, times=3)
+        assert_bit_equal(world.run(case_attach_after_destroy, scenario=SCENARIO), SCENARIO)
     finally:
         world.stop()
-    assert_bit_equal(answers, LAST_LIFE)
 
 
-GROWN = (Weight("first", (300, 200)), Weight("bias", (200,)), Weight("last", (200, 150)))
-WARM_UP, WINDOW, WINDOWS = 60, 25, 4
-
-
-def anonymous_bytes() -> int:
-    """Memory of this process that is not a file's."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split("RssAnon:")[1].split()[0])
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-@on_ranks()
-def test_no_growth_over_100_steps(native: bool) -> None:
-    """Neither in bytes, by windows of steps, nor in the engine's allocations."""
-    run = Run(Scenario(GROWN, native=native, ddp={"bucket_cap_mb": 0.1}))
-    allocations, sizes = [], []
-    for step in range(WARM_UP + WINDOW * WINDOWS + 1):
-        if step >= WARM_UP and (step - WARM_UP) % WINDOW == 0:
-            gc.collect()
-            sizes.append(anonymous_bytes())
-        run.step(step)
-        allocations.append(run.state.stats()["workspace_allocations"])
-    growth = [after - before for before, after in itertools.pairwise(sizes)]
-    assert len(set(allocations[3:])) == 1
-    # What leaks does so in every window; the allocator, filling up one arena per thread, does
-    # not. Least to leak with every step: the smaller weight's q4 payload of 16 kB, or half.
-    assert min(growth) < WINDOW * 16_000 / 2, growth
-
-
-LATE_WEIGHTS = (
-    Weight("first", (90, 70)),
-    Weight("bias", (50,)),
-    Weight("second", (120, 60)),
-    Weight("third", (70, 64)),
-)
-DENSE_STEPS = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Late(Scenario):
-    """Steps below 0 go before the hook is there; step 0 is the first that it sees."""
-
-    def gradient(self, step: int, turn: int, rank: int, index: int) -> np.ndarray:
-        return super().gradient(step + DENSE_STEPS, turn, rank, index)
-
-
-def case_late(variants: list[Late]) -> list[dict[str, Any]]:
-    answers = []
-    for variant in variants:
-        with mock.patch.object(scenarios, "attach"):
-            run = Run(variant)
-        for step in range(-DENSE_STEPS, 0):
-            run.step(step)
-        run.hashes.clear()
-        run.state = scenarios.attach(run.ddp, variant)
-        gradients = [run.step(step) for step in range(variant.steps)]
-        answers.append(
-            {
-                **run.answer(gradients),
-                "buckets": run.buckets,
-                "seen": (run.state.stats()["buckets"], run.state.stats()["steps"]),
-            }
-        )
-    return answers
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_attach_after_buckets_were_rebuilt(world_of_2: World, native: bool) -> None:
-    variants = [
-        Late(
-            LATE_WEIGHTS,
-            error_feedback="both",
-            native=native,
-            ddp={"bucket_cap_mb": 0.02, **options},
-        )
-        for options in (
-            {},
-            {"static_graph": True},
-            {"find_unused_parameters": True},
-            {"gradient_as_bucket_view": True},
-        )
-    ]
-    answers = world_of_2.run(case_late, variants=variants)
-    assert_all_bit_equal(answers, variants)
-    for index, variant in enumerate(variants):
-        own = [answer[index] for answer in answers]
-        for answer in own:
-            # Rebuilt before, and never again; but never at all with find_unused_parameters.
-            first, *later = answer["buckets"][:DENSE_STEPS], *answer["buckets"][DENSE_STEPS:]
-            assert all(buckets == first[-1] for buckets in later)
-            rebuilt = "find_unused_parameters" not in variant.ddp
-            assert (first[0] != first[-1]) == rebuilt, variant.ddp
-            assert answer["seen"] == (variant.steps * len(first[-1]), variant.steps)
-
-
-def case_two_wrappers(scenario: Scenario) -> dict[str, Any]:
-    """Steps in turn through one and the other; each hook has residuals and a count of its own."""
+def case_two_wrappers(scenario: Scenario) -> list[list[np.ndarray]]:
+    """Steps in turn through one and the other."""
     run = Run(scenario)
     second = DistributedDataParallel(run.model, **scenario.ddp)
     wrappers = [(run.ddp, run.state), (second, scenarios.attach(second, scenario))]
@@ -272,36 +252,32 @@ def case_two_wrappers(scenario: Scenario) -> dict[str, Any]:
     for step in range(scenario.steps):
         run.ddp, run.state = wrappers[step % 2]
         gradients.append(run.step(step))
-    return {
-        "gradients": gradients,
-        "hashes": run.hashes,
-        "steps": [state.stats()["steps"] for _, state in wrappers],
-    }
+    assert [state.stats()["steps"] for _, state in wrappers] == [scenario.steps / 2] * 2
+    return gradients
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@HOOKS
 def test_two_wrappers_of_one_module_keep_apart(world_of_2: World, native: bool) -> None:
-    scenario = Scenario(
-        LATE_WEIGHTS, steps=6, error_feedback="both", native=native, ddp={"bucket_cap_mb": 0.02}
-    )
+    """Each hook has residuals and a count of its own."""
+    scenario = dataclasses.replace(SCENARIO, steps=6, native=native)
     answers = world_of_2.run(case_two_wrappers, scenario=scenario)
-    assert answers[0]["hashes"] == answers[1]["hashes"]
     engines = [reference_of(scenario), reference_of(scenario)]
     for step in range(scenario.steps):
-        count = range(len(LATE_WEIGHTS))
+        count = range(len(WEIGHTS))
         given = [[scenario.accumulated(step, rank, i) for i in count] for rank in range(2)]
-        expected = engines[step % 2].step(given)
-        for rank, answer in enumerate(answers):
-            assert answer["steps"] == [3, 3]
-            got = answer["gradients"][step]
-            assert [g.tobytes() for g in got] == [e.tobytes() for e in expected[rank]], step
+        expected = engines[step % 2].step(given)[0]
+        for gradients in answers:
+            assert [g.tobytes() for g in gradients[step]] == [e.tobytes() for e in expected], step
 
 
 groups: list[dist.ProcessGroup] = []  # are kept: the others would see that one is gone
 
 
-def case_interrupted(reducer: bool, call: int) -> tuple[str, ...]:
-    """What a rank of a new group raises if rank 1 is interrupted at one of its records."""
+@pytest.mark.parametrize("call", [0, 1])
+@pytest.mark.parametrize("reducer", [False, True])
+@on_ranks()
+def test_an_interrupt_at_attach_is_told_to_the_others(reducer: bool, call: int) -> None:
+    """Rank 1 is interrupted at one of its records. Others would wait for ten minutes otherwise."""
     groups.append(group := dist.new_group(timeout=timedelta(minutes=10)))
     calls = itertools.count()
     gather = agreement._gather_records
@@ -311,24 +287,233 @@ def case_interrupted(reducer: bool, call: int) -> tuple[str, ...]:
             raise KeyboardInterrupt
         return gather(*arguments)
 
+    ddp = DistributedDataParallel(nn.Linear(50, 50), process_group=group)
+    raised: list[BaseException] = []
     with mock.patch.object(agreement, "_gather_records", interrupt):
         try:
             if reducer:
                 gradferry.Reducer({"gradient": torch.ones(50, 50)}, "q4", group)
             else:
-                ddp = DistributedDataParallel(nn.Linear(50, 50), process_group=group)
                 gradferry.attach(ddp, "q4")
-        except BaseException as error:
-            return type(error).__name__, str(error)
-    return ()
+        except (gradferry.PeerError, KeyboardInterrupt) as error:
+            raised.append(error)
+    interrupted = isinstance(raised[0], KeyboardInterrupt)
+    assert interrupted == (dist.get_rank() == 1)
+    assert interrupted or "rank 1" in str(raised[0])
 
 
-@pytest.mark.parametrize(("reducer", "call"), [(False, 0), (False, 1), (True, 0), (True, 1)])
-def test_an_interrupt_at_attach_is_told_to_the_others(
-    world_of_2: World, reducer: bool, call: int
+# --- threads and children -------------------------------------------------------------------------
+
+
+def case_looked_on(scenario: Scenario) -> dict[str, Any]:
+    """Another thread asks for all there is, also when all buckets but the last are under way."""
+    run, refused, counted = Run(scenario), [], []
+    gradients = [run.step(step) for step in range(2)]
+
+    def look() -> None:
+        outcome = attempt(run.state.state_dict)
+        refused.append((outcome.error, outcome.text.partition(";")[0]))
+        counted.append({**run.state.stats(), "events": len(run.state.events())})
+
+    with ThreadPoolExecutor(1) as other:
+        last = run.ddp.module.get_parameter(run.buckets[-1][-1][-1])
+        turning = last.register_post_accumulate_grad_hook(lambda _: other.submit(look).result())
+        for step in range(2, scenario.steps):
+            gradients.append(run.step(step))
+            saved = other.submit(slot, run.state).result()
+            assert all(torch.equal(each, saved[name]) for name, each in slot(run.state).items())
+        turning.remove()  # nobody else sees that the hook leads back to the parameter
+    steps = range(2, scenario.steps)
+    assert [error for error, _ in refused] == ["StateError"] * len(steps)
+    for step, (_, text) in zip(steps, refused, strict=True):
+        assert f"cannot save the state in the middle of step {step}" in text
+    for key in ("steps", "buckets", "wire_bytes", "encode_ms", "network_ms", "events"):
+        values = [count[key] for count in counted]
+        assert values == sorted(values), key
+    return run.answer(gradients)
+
+
+@HOOKS
+def test_state_is_whole_or_refused_and_counters_grow_in_another_thread(
+    world_of_2: World, native: bool
 ) -> None:
-    """They would wait for ten minutes otherwise."""
-    other, interrupted = world_of_2.run(case_interrupted, reducer=reducer, call=call)
-    assert interrupted[0] == "KeyboardInterrupt"
-    assert other[0] == "PeerError"
-    assert "rank 1" in other[1]
+    scenario = dataclasses.replace(SCENARIO, native=native)
+    assert_bit_equal(world_of_2.run(case_looked_on, scenario=scenario), scenario)
+
+
+def in_child(call: Callable[[], Any]) -> dict[str, Any]:
+    """What a forked child makes of a call. Its value goes through a pipe."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        values: list[Any] = []
+        outcome = attempt(lambda: values.append(call()))
+        with open(writing, "wb") as pipe:  # noqa: PTH123
+            pickle.dump({"error": outcome.error, "text": outcome.text, "value": values}, pipe)
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:  # noqa: PTH123
+        said = pickle.load(pipe)
+    os.waitpid(child, 0)
+    return said
+
+
+def case_state_in_child(scenario: Scenario) -> dict[str, Any]:
+    """A child asks for all there is, and does what it likes with its copy."""
+    run = Run(scenario)
+    gradients = [run.step(step) for step in range(2)]
+    state, before = run.state, slot(run.state)
+
+    def change() -> dict:
+        state.scale_residuals(0.0)
+        return slot(state)
+
+    def put_back() -> dict:
+        saved = state.state_dict()
+        state.scale_residuals(0.0)
+        state.load_state_dict(saved)
+        return slot(state)
+
+    calls = (state.stats, state.events, lambda: slot(state), put_back, change)
+    said = [in_child(call) for call in calls]
+    assert [answer["error"] for answer in said] == [None] * 5, said
+    stats, events, kept, put, changed = (answer["value"][0] for answer in said)
+    assert stats == state.stats()
+    assert events == state.events()
+    for other in (kept, put, slot(state)):
+        assert all(torch.equal(before[key], other[key]) for key in before)
+    assert not changed["worker"].any()
+    assert not changed["owner"].any()
+    gradients += [run.step(step) for step in range(2, scenario.steps)]
+    return run.answer(gradients)
+
+
+def test_a_forked_child_has_a_copy_of_the_state_and_the_parent_goes_on(world_of_2: World) -> None:
+    answers = world_of_2.run(case_state_in_child, scenario=SCENARIO)
+    assert_bit_equal(answers, SCENARIO)
+
+
+@HOOKS
+@on_ranks()
+def test_backward_in_a_forked_child_raises_and_the_parent_goes_on(native: bool) -> None:
+    run = Run(Scenario(WEIGHTS, native=native))
+    for step in range(3):  # DDP communicates by itself when it rebuilds its buckets
+        run.step(step)
+    said = in_child(lambda: run.step(3))
+    run.step(3)  # the parent goes on
+    assert said["error"] == "StateError", said
+    assert "fork" in said["text"]
+
+
+# --- what a process may have set ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def default_of_bf16() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+MODES = {
+    "inference": torch.inference_mode,
+    "bfloat16": default_of_bf16,
+    "meta": lambda: torch.device("meta"),
+}
+
+
+def trained_in(mode: Callable[[], Any]) -> list[bytes]:
+    """Attaches, saves, loads and scales in a mode, and trains between. Also loads a state of three
+    ranks, the last of which withheld nothing.
+    """
+    attach = scenarios.attach
+
+    def attach_in_mode(*arguments: Any) -> Any:
+        with mode():
+            return attach(*arguments)
+
+    with mock.patch.object(scenarios, "attach", attach_in_mode):
+        run = Run(SCENARIO)
+    gradients = [run.step(0), run.step(1)]
+    states: list[Any] = [None] * 2
+    dist.all_gather_object(states, run.state.state_dict())
+    nothing = {"owner": torch.zeros(0), "owner_tiles": torch.zeros(0, dtype=torch.int64)}
+    first = states[0]["slot_0"]
+    last = {**first, "worker": torch.zeros_like(first["worker"]), **nothing}
+    of_three = {"world_size": 3, "nodes": "[[0], [1], [2]]", "slot_2": last}
+    merged = {**merge(states), **of_three}
+    for on_resize in ("drop", "mean"):
+        with mode():
+            run.state.load_state_dict(merged, on_resize=on_resize)
+            run.state.scale_residuals(0.5)
+            run.state.load_state_dict(run.state.state_dict())
+        gradients.append(run.step(2))
+    return [each.tobytes() for step in gradients for each in step]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks()
+def test_what_a_process_has_set_changes_no_bit(mode: str) -> None:
+    assert trained_in(MODES[mode]) == trained_in(contextlib.nullcontext)
+
+
+@pytest.fixture(scope="module")
+def detail_world() -> Iterator[World]:
+    world = World(2)
+    world.run(case_enter_detail_mode)
+    yield world
+    world.stop()
+
+
+def case_enter_detail_mode() -> None:
+    """Sets what the variable sets, and begins a new group, which is when it is read."""
+    # torch takes the wrapper for a ProcessGroupGloo here and reads beyond its end: whether that
+    # crashes is luck, with or without a hook.
+    dist.Logger.set_construction_data_and_log = lambda *_: None
+    store = dist.distributed_c10d._get_default_store()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    seconds = timedelta(seconds=COLLECTIVE_SECONDS)
+    store = dist.PrefixStore("detail mode", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=seconds)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert type(backend).__name__ == "_ProcessGroupWrapper"
+
+
+@pytest.mark.torch_core
+def test_gradients_equal_reference_in_detail_mode(detail_world: World) -> None:
+    scenarios = [
+        Scenario(WEIGHTS, error_feedback="both", native=native, unused=unused, ddp=ddp)
+        for native in (True, False)
+        for unused, ddp in (
+            ({}, {"bucket_cap_mb": 0.02}),
+            ({}, {"static_graph": True}),
+            ({0: ("bias",)}, {"find_unused_parameters": True, "bucket_cap_mb": 0.02}),
+        )
+    ]
+    answers = detail_world.run(train_all, scenarios=scenarios)
+    assert_all_bit_equal(answers, scenarios)
+
+
+def case_lanes_and_errors() -> None:
+    assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+    with mock.patch.object(_native, "connect_lanes", wraps=_native.connect_lanes) as connect:
+        group = dist.group.WORLD
+        make_lanes(group, "test of detail mode", {"0": list(range(group.size()))})
+    assert connect.call_args.kwargs["timeout_seconds"] == COLLECTIVE_SECONDS
+    differ = attempt(lambda: Run(Scenario(WEIGHTS, options={"seed": dist.get_rank()})))
+    assert differ.error == "RankMismatchError"
+    assert "rank 1 differs from rank 0 in seed: 1 instead of 0" in differ.text
+    options = {"nonfinite": "raise"}
+    poisoned = Run(Scenario(WEIGHTS, poison={(0, 1, "first"): float("nan")}, options=options))
+    outcome = attempt(lambda: poisoned.step(0))
+    assert outcome.error == "StateError"
+    assert "the averaged gradient of 'first' is not finite at step 0" in outcome.text
+
+
+def test_timeout_and_errors_are_as_without(detail_world: World) -> None:
+    detail_world.run(case_lanes_and_errors)

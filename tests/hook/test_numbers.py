@@ -14,13 +14,11 @@ import pytest
 import torch
 from gradferry.averaging import step_numbers
 from gradferry.averaging.handle import Averaging
-from gradferry.ddp.state import bound_to
 from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import Run, Scenario, Weight, hooked
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from world import World
 
 WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (120, 60)))
 SCENARIO = Scenario(WEIGHTS, ddp={"bucket_cap_mb": 0.02})
@@ -35,53 +33,47 @@ EVENT_KEYS = {
 }  # fmt: skip
 
 
-def case_run(scenario: Scenario, steps: int) -> dict[str, Any]:
+def run_steps(scenario: Scenario, steps: int) -> tuple[Run, float, float]:
+    """A run after some steps, and when they began and ended, in ms."""
     run = Run(scenario)
-    started_ms = 1000 * time.monotonic()
+    began = 1000 * time.monotonic()
     for step in range(steps):
         run.step(step)
-    ended_ms = 1000 * time.monotonic()
-    return {
-        "stats": run.state.stats(),
-        "events": run.state.events(),
-        "started_ms": started_ms,
-        "ended_ms": ended_ms,
-        "wall_ms": ended_ms - started_ms,
-    }
+    return run, began, 1000 * time.monotonic()
 
 
 @pytest.mark.torch_core
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_times_are_those_of_the_parts(world_of_2: World, native: bool) -> None:
-    scenario = dataclasses.replace(SCENARIO, native=native)
-    for answer in world_of_2.run(case_run, scenario=scenario, steps=7):
-        stats, events = answer["stats"], answer["events"]
-        assert len(events) == stats["buckets"] > 5
-        for key in ("chunks", "gradient_bytes"):
-            assert sum(event[key] for event in events) == stats[key]
-        for key in TIMES:
-            # Both are sums of the same whole nanoseconds, given in ms as doubles.
-            assert sum(event[key] for event in events) == pytest.approx(stats[key], rel=1e-12)
-            assert stats[key] > 0
-        # One thread does each of the two, one after the other.
-        assert stats["encode_ms"] < answer["wall_ms"]
-        assert sum(stats[key] for key in TIMES[1:]) < answer["wall_ms"]
-        assert stats["encode_ms"] < stats["exposed_ms"] < answer["wall_ms"]
-        # The training thread was held up inside the hook, and after its last return.
-        assert nanoseconds(stats["exposed_ms"]) == exposed_of(events)
+@on_ranks()
+def test_times_are_those_of_the_parts(native: bool) -> None:
+    run, began, ended = run_steps(dataclasses.replace(SCENARIO, native=native), steps=7)
+    stats, events, wall = run.state.stats(), run.state.events(), ended - began
+    assert len(events) == stats["buckets"] > 5
+    for key in ("chunks", "gradient_bytes"):
+        assert sum(event[key] for event in events) == stats[key]
+    for key in TIMES:
+        # Both are sums of the same whole nanoseconds, given in ms as doubles.
+        assert sum(event[key] for event in events) == pytest.approx(stats[key], rel=1e-12)
+        assert stats[key] > 0
+    # One thread does each of the two, one after the other.
+    assert stats["encode_ms"] < wall
+    assert sum(stats[key] for key in TIMES[1:]) < wall
+    assert stats["encode_ms"] < stats["exposed_ms"] < wall
+    # The training thread was held up inside the hook, and after its last return.
+    assert nanoseconds(stats["exposed_ms"]) == exposed_of(events)
 
 
 @on_ranks()
 def test_events_are_in_order_and_the_last_256() -> None:
-    answer = case_run(SCENARIO, steps=130)
-    events = answer["events"]
-    assert answer["stats"]["buckets"] > len(events) == 256
-    last = answer["stats"]["buckets"] - 1
+    run, began, ended = run_steps(SCENARIO, steps=130)
+    events = run.state.events()
+    last = run.state.stats()["buckets"] - 1
+    assert len(events) == 256
     assert [event["bucket"] for event in events] == list(range(last - 255, last + 1))
     for event in events:
         assert set(event) == EVENT_KEYS
-        assert answer["started_ms"] < event["begin_ms"] < event["encoded_ms"]
-        assert event["begin_ms"] < event["complete_ms"] < answer["ended_ms"]
+        assert began < event["begin_ms"] < event["encoded_ms"]
+        assert event["begin_ms"] < event["complete_ms"] < ended
         assert event["encode_ms"] <= event["encoded_ms"] - event["begin_ms"]
     assert [e["begin_ms"] for e in events] == sorted(e["begin_ms"] for e in events)
     assert events[-1]["step"] == 129
@@ -101,26 +93,6 @@ def exposed_of(events: list[dict[str, Any]]) -> int:
         last_return = max(nanoseconds(event["encoded_ms"]) for event in own)
         total += max(0, max(nanoseconds(event["complete_ms"]) for event in own) - last_return)
     return total
-
-
-@pytest.mark.parametrize(("codec", "mode"), [("sign1", "both"), ("q4", "owner"), ("q4", "none")])
-@on_ranks()
-def test_residual_ratio_is_that_of_norms(codec: str, mode: str) -> None:
-    # Two tiles of equal size: rank 0 owns the first, rank 1 the second.
-    run = Run(Scenario((Weight("matrix", (2, 4096)),), codec=codec, error_feedback=mode))
-    for step in range(3):
-        average = run.step(step)[0]
-    local = torch.from_numpy(run.scenario.gradient(2, 0, run.rank, 0)).double()
-    _, worker, owner, *_ = bound_to(run.state).running.engine.state()
-    stats = run.state.stats()
-    owned = torch.from_numpy(average).double().view(2, 4096)[run.rank]
-    # Sums of 8192 squares in double precision, in another order: 8192 * 2^-53.
-    of_worker = float(worker.double().norm() / local.norm())
-    of_owner = float(owner.double().norm() / owned.norm())
-    assert stats["worker_residual_ratio"] == pytest.approx(of_worker, rel=1e-12)
-    assert stats["owner_residual_ratio"] == pytest.approx(of_owner, rel=1e-12)
-    assert (of_worker > 0) == (mode == "both")
-    assert (of_owner > 0) == (mode != "none")
 
 
 class Sparse(nn.Module):
@@ -212,31 +184,24 @@ def test_a_step_whose_buckets_are_in_flight_is_counted_with_the_next() -> None:
     assert (rows[0]["step"], rows[0]["buckets"]) == (1, 6)
 
 
-def case_error(name: str) -> list[tuple[str, str]]:
-    poison = {(2, 0, name): math.nan if name == "bias" else 1e39}
-    run = Run(Scenario(WEIGHTS, world_size=3, options={"nonfinite": "raise"}, poison=poison))
-    outcomes = [attempt(lambda step=step: run.step(step)) for step in range(4)]
-    return [(outcome.error, outcome.text) for outcome in outcomes if outcome.error]
-
-
 @pytest.mark.torch_core
-@pytest.mark.parametrize("name", ["first", "bias"])
-def test_every_error_ends_with_the_last_buckets(world_of_3: World, name: str) -> None:
-    answers = world_of_3.run(case_error, name=name)
-    for rank, outcomes in enumerate(answers):
-        assert [error for error, _ in outcomes] == ["StateError"] * 2
-        # The same error for ever, and the same first line on all ranks.
-        assert outcomes[0] == outcomes[1]
-        first, *lines = outcomes[0][1].splitlines()
-        assert f"the averaged gradient of '{name}' is not finite at step 2" in first
-        assert first == answers[0][0][1].splitlines()[0]
-        assert "delete this DistributedDataParallel" in lines[0]
-        assert lines[1].startswith(f"last buckets of rank {rank}")
-        events = [line for line in lines if re.match(r"  step \d+, bucket \d+: ", line)]
-        assert "step 0, bucket 0" in events[0]
-        assert "complete" in events[0]
-        assert "never complete" in events[-1]
-        assert len({line.partition(":")[0] for line in events}) == len(events)
+@pytest.mark.parametrize(("name", "value"), [("first", 1e39), ("bias", math.nan)])
+@on_ranks(3)
+def test_every_error_ends_with_the_last_buckets(name: str, value: float) -> None:
+    options = {"nonfinite": "raise"}
+    run = Run(Scenario(WEIGHTS, 3, options=options, poison={(2, 0, name): value}))
+    outcomes = [attempt(lambda step=step: run.step(step)) for step in range(4)]
+    assert [outcome.error for outcome in outcomes] == [None] * 2 + ["StateError"] * 2
+    assert outcomes[2] == outcomes[3]  # the same error for ever
+    first, *lines = outcomes[2].text.splitlines()
+    assert f"the averaged gradient of '{name}' is not finite at step 2" in first
+    assert "delete this DistributedDataParallel" in lines[0]
+    assert lines[1].startswith(f"last buckets of rank {run.rank}")
+    events = [line for line in lines if re.match(r"  step \d+, bucket \d+: ", line)]
+    assert "step 0, bucket 0" in events[0]
+    assert "complete" in events[0]
+    assert "never complete" in events[-1]
+    assert len({line.partition(":")[0] for line in events}) == len(events)
 
 
 @pytest.mark.torch_core
@@ -280,13 +245,6 @@ def test_sums_and_averages_are_those_of_the_steps_that_were_taken_here(codec: st
             f"  average of 2 steps: {sent:,.0f} bytes sent, {stats['ratio']:.2f} times fewer than "
             f"uncompressed, {delay:.1f} ms exposed"
         )
-
-
-def test_unbound_state_has_no_numbers() -> None:
-    state = gradferry.HookState("q4")
-    for call in (state.stats, state.events, lambda: state.on_step(print)):
-        with pytest.raises(gradferry.StateError, match="not bound"):
-            call()
 
 
 def test_every_key_is_in_the_documentation() -> None:

@@ -1,5 +1,6 @@
-"""Ranks that disagree all get the same error, which says who, what and which values: at attach, or
-at the first bucket that one of them cuts or orders otherwise.
+"""Ranks that disagree all get the same error, which says who, what and which values: at attach, at
+the first bucket that one of them cuts or orders otherwise, where their loss scales or parameters
+differ. Ranks are named as in the world, also in a group where they have other numbers.
 """
 
 from __future__ import annotations
@@ -7,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import gc
 import itertools
+import math
 import os
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,11 +25,17 @@ import torch.distributed as dist
 from gradferry import _native
 from gradferry.core import agreement
 from on_ranks import on_ranks
-from outcomes import Outcome, attempt
+from outcomes import Outcome, attempt, little_patience
 from products import rows
-from scenario import ChosenGradients, Run, Scenario, Weight, hooked
+from scenario import ChosenGradients, Run, Scenario, Weight, hooked, placed
+from sharding import Sharding
+from stepping import flip_last_bit
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from watching import expect_no_race
 from world import World
+
+Worlds = Callable[[int], World]
 
 WEIGHTS = (Weight("first", (40, 40)), Weight("second", (9,)))
 RANKS = (0, 1, 2)
@@ -78,6 +88,9 @@ DIFFERENCES = {
     "check_every": Difference("check_every", "0", "2", {"check_every": 2}, entries=OF_DDP),
     "workspace": option("workspace_cap_mb", 96.0, 48.0),
     "nodes": option("nodes", "auto", 1),
+    "loss scale": Difference(
+        "scale of grad_scaler", "1024.0", "2048.0", {"scale": 2048.0}, {"scale": 1024.0}
+    ),
     "switched off": Difference("GRADFERRY_DISABLE", "False", "True", {"disable": "1"}),
     "wire version": Difference("wire version", "2", "99", {"wire_version": 99}),
     "way in": Difference("way in", "None", "'Reducer'", {"entry": "Reducer"}, entries=OF_DDP),
@@ -111,6 +124,7 @@ def enter(
     transposed: bool = False,
     disable: str = "0",
     wire_version: int | None = None,
+    scale: float | None = None,
     **options: Any,
 ) -> Outcome:
     """The outcome of the call that compares this rank with the others."""
@@ -120,6 +134,8 @@ def enter(
     # Without the copy of rank 0's parameters, which other dtypes would mix up.
     of_ddp = DistributedDataParallel(model, init_sync=False)
     named = [(w.name, torch.zeros(w.shape, dtype=w.dtype)) for w in weights]
+    if scale is not None:
+        options["grad_scaler"] = torch.amp.GradScaler("cpu", init_scale=scale)
     if transposed:
         named[0] = (named[0][0], named[0][1].t())
     calls = {
@@ -134,27 +150,23 @@ def enter(
         return attempt(calls[entry])
 
 
-def case_differ(
-    entry: str, usual: dict[str, Any], odd_rank: int, odd: dict[str, Any]
-) -> tuple[Outcome, bool]:
-    """One rank differs. Afterwards none does, and all of them attach and train."""
-    mine = {"entry": entry, **usual, **(odd if dist.get_rank() == odd_rank else {})}
-    return enter(**mine), Run(Scenario(WEIGHTS)).step(0)[0] is not None
-
-
-def assert_same_error(outcomes: list[Outcome], error: str) -> str:
-    """Returns its text."""
-    assert [o.error for o in outcomes] == [error] * len(outcomes), outcomes
-    assert len({o.headline for o in outcomes}) == 1, outcomes
-    return outcomes[0].headline
+def told_alike(outcome: Outcome, error: str) -> str:
+    """The first line of this rank's error, which is that of all ranks."""
+    assert outcome.error == error, outcome
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, outcome.headline)
+    assert len(set(texts)) == 1, texts
+    return outcome.headline
 
 
 def cells() -> Iterator[Any]:
-    """All of them; the quick ones have every difference, and some of them on each rank."""
+    """All of them; the quick ones have every difference once, on another rank each time."""
     for number, (name, differs) in enumerate(DIFFERENCES.items()):
-        for odd_rank, (turn, entry) in itertools.product(RANKS, enumerate(differs.entries)):
-            way = (number + odd_rank) % len(differs.entries) == turn
-            quick = way and (number % 3 == odd_rank or name in ("codec", "nodes", "name"))
+        for odd_rank, entry in itertools.product(RANKS, differs.entries):
+            quick = (odd_rank, entry) == (
+                number % 3,
+                differs.entries[number % len(differs.entries)],
+            )
             marks = () if quick else pytest.mark.slow
             yield pytest.param(
                 name, entry, odd_rank, id=f"{name}, {entry}, {odd_rank}", marks=marks
@@ -163,29 +175,38 @@ def cells() -> Iterator[Any]:
 
 @pytest.mark.torch_core
 @pytest.mark.parametrize(("name", "entry", "odd_rank"), list(cells()))
-def test_same_error_on_all_ranks_when_one_differs(
-    world_of_3: World, name: str, entry: str, odd_rank: int
-) -> None:
+@on_ranks(3)
+def test_same_error_on_all_ranks_when_one_differs(name: str, entry: str, odd_rank: int) -> None:
+    """Afterwards none does, and all of them attach and train."""
     differs = DIFFERENCES[name]
-    answers = world_of_3.run(
-        case_differ, entry=entry, usual=differs.usual, odd_rank=odd_rank, odd=differs.odd
-    )
-    text = assert_same_error([outcome for outcome, _ in answers], "RankMismatchError")
+    odd = differs.odd if dist.get_rank() == odd_rank else {}
+    text = told_alike(enter(**{"entry": entry, **differs.usual, **odd}), "RankMismatchError")
     # All are compared with rank 0.
-    named = odd_rank or 1
     got, wanted = differs.odd_value, differs.usual_value
     if odd_rank == 0:
         got, wanted = wanted, got
-    place = f"rank {named} differs from rank 0 in {differs.field}"
+    place = f"rank {odd_rank or 1} differs from rank 0 in {differs.field}"
     pattern = f"{re.escape(place)}.*: {re.escape(got)}.* instead of {re.escape(wanted)}"
     assert re.match(pattern, text), text
-    assert all(trained for _, trained in answers)
+    assert Run(Scenario(WEIGHTS)).step(0)[0] is not None
 
 
-def case_fails_alone(entry: str, odd_rank: int, what: str) -> tuple[Outcome, Outcome]:
-    """One rank has a wrong argument, also of another version, or no memory for its engine; then it
-    has not.
-    """
+# What one rank has, and what all are told.
+FAILURES = {
+    "codec": ("ConfigError", "rank {}: .*q44"),
+    "scale": ("ConfigError", "rank {}: the scale of grad_scaler is inf"),
+    "memory": ("PeerError", "rank {}: .*no memory for residuals"),
+    # Beside a wrong codec.
+    "version": ("RankMismatchError", "rank ({}|1) differs from .* version: .*0.0.7"),
+}
+
+
+@pytest.mark.parametrize(
+    ("entry", "odd_rank", "what"), rows(("attach", "HookState", "Reducer"), RANKS, list(FAILURES))
+)
+@on_ranks(3)
+def test_failure_of_one_rank_is_the_same_error_on_all(entry: str, odd_rank: int, what: str) -> None:
+    """Afterwards nothing fails."""
     odd = dist.get_rank() == odd_rank
     engine, version = _native.HostEngine, agreement.GRADFERRY_VERSION
     if odd and what == "memory":
@@ -196,26 +217,11 @@ def case_fails_alone(entry: str, odd_rank: int, what: str) -> tuple[Outcome, Out
         mock.patch.object(_native, "HostEngine", engine),
         mock.patch.object(agreement, "GRADFERRY_VERSION", version),
     ):
-        first = enter(entry, codec="q44" if odd and what != "memory" else "q4")
-    return first, enter(entry)
-
-
-@pytest.mark.parametrize(
-    ("entry", "odd_rank", "what"),
-    rows(("attach", "HookState", "Reducer"), RANKS, ("codec", "memory", "version"), turns=2),
-)
-def test_failure_of_one_rank_is_the_same_error_on_all(
-    world_of_3: World, entry: str, odd_rank: int, what: str
-) -> None:
-    answers = world_of_3.run(case_fails_alone, entry=entry, odd_rank=odd_rank, what=what)
-    first, second = [a[0] for a in answers], [a[1] for a in answers]
-    error, text = {
-        "codec": ("ConfigError", f"rank {odd_rank}: .*q44"),
-        "memory": ("PeerError", f"rank {odd_rank}: .*no memory for residuals"),
-        "version": ("RankMismatchError", f"rank {odd_rank or 1} differs from .* version: .*0.0.7"),
-    }[what]
-    assert re.match(text, assert_same_error(first, error))
-    assert [o.error for o in second] == [None] * 3, second
+        codec = "q44" if odd and what in ("codec", "version") else "q4"
+        outcome = enter(entry, codec=codec, scale=math.inf if odd and what == "scale" else 2.0)
+    error, text = FAILURES[what]
+    assert re.match(text.format(odd_rank), told_alike(outcome, error))
+    assert enter(entry).error is None
 
 
 @pytest.mark.parametrize(
@@ -228,90 +234,38 @@ def test_the_odd_one_differs_from_what_most_have(
     assert agreement.odd_one(values) == found
 
 
-@on_ranks()
-def test_the_same_model_attaches_after_a_failed_attach() -> None:
-    ddp = DistributedDataParallel(ChosenGradients(Scenario(WEIGHTS)))
-    assert attempt(lambda: hooked(ddp, seed=dist.get_rank())).error == "RankMismatchError"
-    hooked(ddp)
-
-
 # --- in a step ------------------------------------------------------------------------------------
 
 # Every rank owns one tile of each of the first two.
 TWINS = (Weight("first", (192, 64)), Weight("second", (192, 64)), Weight("last", (64, 64)))
-SIBLINGS = (Weight("first", (64, 64)), Weight("second", (64, 90)), Weight("last", (120, 64)))
-ORDERS: dict[str, tuple[tuple[Weight, ...], list[list[int]], str]] = {
+OTHER_SIZE = "rank {n} sends a message of {n} bytes where {n} were expected"
+# The buckets of a rank, and of the others.
+ORDERS: dict[str, tuple[list[list[int]], list[list[int]], str]] = {
     # Messages of one bucket have the sizes of those of the other.
-    "equal buckets swapped": (TWINS, [[1], [0], [2]], "layout hash is {n}, expected {n}"),
-    "buckets swapped": (
-        SIBLINGS,
-        [[1], [0], [2]],
-        "rank {n} sends a message of {n} bytes where {n} were expected",
-    ),
-    "two buckets in one": (
-        SIBLINGS,
-        [[0, 1], [2]],
-        "rank {n} sends a message of {n} bytes where {n} were expected",
-    ),
-    "one bucket more": (
-        TWINS,
-        [[0], [1], [2]],
-        "rank {n} sends a message of {n} bytes where {n} were expected",
-    ),
+    "swapped": ([[1], [0], [2]], [[0], [1], [2]], "layout hash is {n}, expected {n}"),
+    "one more": ([[0], [1], [2]], [[0], [1, 2]], OTHER_SIZE),
+    "one less": ([[0, 1], [2]], [[0], [1], [2]], OTHER_SIZE),
 }
-USUAL_ORDER = {"one bucket more": [[0], [1, 2]]}
 
 
-def cut(buckets: list[list[int]]) -> Any:
-    def assign(*_: Any) -> tuple[list[list[int]], list[int]]:
-        return [list(bucket) for bucket in buckets], [2**20] * len(buckets)
-
-    return mock.patch.object(dist, "_compute_bucket_assignment_by_size", assign)
-
-
-def case_other_buckets(name: str, odd_rank: int, native: bool) -> tuple[Outcome, bool]:
-    weights, buckets, _ = ORDERS[name]
-    usual = USUAL_ORDER.get(name, [[0], [1], [2]])
-    with cut(buckets if dist.get_rank() == odd_rank else usual):
-        run = Run(Scenario(weights, 3, native=native))
+@pytest.mark.parametrize(("name", "native", "odd_rank"), rows(list(ORDERS), (True, False), RANKS))
+@on_ranks(3)
+def test_other_buckets_on_one_rank_are_one_error_on_all_before_the_optimizer(
+    name: str, native: bool, odd_rank: int
+) -> None:
+    odd, usual, found = ORDERS[name]
+    buckets = odd if dist.get_rank() == odd_rank else usual
+    assigned = (buckets, [2**20] * len(buckets))
+    with mock.patch.object(dist, "_compute_bucket_assignment_by_size", return_value=assigned):
+        run = Run(Scenario(TWINS, 3, native=native))
     before = run.parameter_hash()
     outcome = attempt(lambda: run.step(0))
-    dist.barrier()
-    return outcome, run.parameter_hash() == before
-
-
-def orders() -> Iterator[Any]:
-    """The quick ones have every order once, on another rank each time, through either hook."""
-    for number, (name, native, odd_rank) in enumerate(
-        itertools.product(ORDERS, (True, False), RANKS)
-    ):
-        marks = () if number % 7 == 0 else pytest.mark.slow
-        way = "native" if native else "python"
-        yield pytest.param(name, native, odd_rank, id=f"{name}, {way}, {odd_rank}", marks=marks)
-
-
-@pytest.mark.parametrize(("name", "native", "odd_rank"), list(orders()))
-def test_other_buckets_on_one_rank_are_one_error_on_all_before_the_optimizer(
-    world_of_3: World, name: str, native: bool, odd_rank: int
-) -> None:
-    answers = world_of_3.run(case_other_buckets, name=name, odd_rank=odd_rank, native=native)
-    text = assert_same_error([outcome for outcome, _ in answers], "ProtocolError")
-    values = ORDERS[name][2].replace("{n}", r"\d+")
-    assert re.match(rf"rank \d refused a message.* \(step 0, chunk \d, \w+\): {values}", text), text
+    text = told_alike(outcome, "ProtocolError")
+    values = found.replace("{n}", r"\d+")
+    pattern = rf"rank \d refused a message.* \(step 0, chunk \d, \w+\): {values}"
+    assert re.match(pattern, text), text
     assert "no longer run the same sequence of buckets" in text
-    assert all(untouched for _, untouched in answers)
-
-
-@pytest.mark.parametrize("odd_rank", RANKS)
-@on_ranks(3)
-def test_calls_of_two_reducers_do_not_mix_in_whatever_order_they_come(odd_rank: int) -> None:
-    """Calls are under way together. Each Reducer has connections of its own."""
-    tensors = [torch.full((3, 1000), 10.0 * i + dist.get_rank()) for i in range(2)]
-    reducers = [gradferry.Reducer([("t", tensor)], "exact") for tensor in tensors]
-    mine = list(reversed(reducers)) if dist.get_rank() == odd_rank else reducers
-    for work in [reducer.all_reduce(async_op=True) for reducer in mine]:
-        work.wait()
-    assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [11.0]]
+    assert run.parameter_hash() == before
 
 
 @pytest.mark.slow
@@ -331,3 +285,259 @@ def test_one_collective_more_on_the_group_ends_attach_with_the_timeout(odd_rank:
     assert outcome.error == "PeerError", outcome
     assert "the ranks could not agree" in outcome.text
     assert ".cc" not in outcome.text
+
+
+# --- loss scales ----------------------------------------------------------------------------------
+
+DIFFERS = "differs from rank 0 in the scale of its GradScaler at step "
+
+
+Scaler = torch.amp.GradScaler
+
+
+def steps_of_hook(scaler: Scaler, **options: Any) -> Callable[[], None]:
+    ddp = DistributedDataParallel(nn.Linear(70, 70), **options.pop("ddp", {}))
+    hooked(ddp, grad_scaler=scaler, **options)
+    return lambda: scaler.scale(ddp(torch.ones(2, 70)).square().mean()).backward()
+
+
+def steps_of_reducer(scaler: Scaler) -> Callable[[], None]:
+    reducer = gradferry.Reducer({"gradient": torch.ones(70, 70)}, "q4", grad_scaler=scaler)
+    return lambda: reducer.all_reduce([torch.ones(70, 70)])
+
+
+def steps_of_shards(scaler: Scaler, scatters: bool, **options: Any) -> Callable[[], None]:
+    sharding = Sharding(replicas=1 if scatters else 2, shards=2 if scatters else 1)
+    mesh = sharding.mesh()
+    model = sharding.model(mesh["shard"])
+    if scatters:
+        options |= {"grad_scaler": scaler, "all_gather": "off"}
+        gradferry.fsdp.attach(model, "q4", **options)
+    else:
+        gradferry.fsdp.attach(model, "q4", mesh["replica"], grad_scaler=scaler, **options)
+
+    def step() -> None:
+        model.zero_grad()
+        scaler.scale(model(sharding.targets(0, 0, dist.get_rank()))).backward()
+
+    return step
+
+
+# What trains, and the options of its hook. Where a warm-up is exact no residual is touched.
+WAYS = (
+    (steps_of_hook, {}),
+    (steps_of_hook, {"momentum": 0.9, "warmup_steps": 9}),
+    (steps_of_hook, {"ddp": {"find_unused_parameters": True}}),
+    (steps_of_reducer, {}),
+    (steps_of_shards, {"scatters": False}),
+    (steps_of_shards, {"scatters": True}),
+    (steps_of_shards, {"scatters": True, "scatter_feedback": "worker"}),
+)
+
+
+def expect_an_error(make: Any, options: dict[str, Any], other: int, text: str) -> None:
+    """Rank `other` alone has doubled its scale after two steps."""
+    scaler = Scaler("cpu", init_scale=1024.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of FSDP2's unused parameters
+        step = make(scaler, **options)
+        step()
+        step()
+        if dist.get_rank() == other:
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 2048.0})
+        for outcome in attempt(step), attempt(step):
+            assert outcome.error == "RankMismatchError", outcome
+            assert outcome.text.startswith(f"rank 1 {DIFFERS}2: {text},"), outcome
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize(("make", "options"), WAYS)
+@on_ranks()
+def test_scales_that_differ_are_one_error_on_all_ranks(make: Any, options: dict[str, Any]) -> None:
+    expect_an_error(make, options, 1, "2048 instead of 1024")
+
+
+@on_ranks(4)
+def test_scales_that_differ_between_nodes_are_one_error_on_all_ranks() -> None:
+    expect_an_error(steps_of_hook, {"nodes": 2}, 0, "1024 instead of 2048")
+
+
+@pytest.mark.parametrize("growth_interval", [100, 4])
+@on_ranks()
+def test_a_scale_that_changes_without_a_rank_under_join_is_an_error(growth_interval: int) -> None:
+    """join() with 2 and 6 inputs, then a step of both ranks."""
+    scaler = Scaler("cpu", init_scale=8.0, growth_interval=growth_interval)
+    ddp = DistributedDataParallel(nn.Linear(40, 40))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    hooked(ddp, grad_scaler=scaler)
+
+    def step() -> None:
+        scaler.scale(ddp(torch.ones(2, 40)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    def train() -> None:
+        with ddp.join():
+            for _ in range(2 + 4 * dist.get_rank()):
+                step()
+        step()
+
+    outcome = attempt(train)
+    assert outcome.error == (None if growth_interval == 100 else "RankMismatchError")
+    if outcome.error:
+        assert outcome.text.startswith(f"rank 1 {DIFFERS}4: 16 instead of 8,")
+        assert "throw_on_early_termination=True" in outcome.headline
+        assert scaler.get_scale() == (8.0, 16.0)[dist.get_rank()]
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize(
+    ("device", "scales", "text"),
+    [
+        ("streamed", [1024.0, 2048.0], f"rank 1 {DIFFERS}2: 2048 instead of 1024"),
+        ("staged", [1024.0, 2048.0], f"rank 1 {DIFFERS}2: 2048 instead of 1024"),
+        ("streamed", [math.nan] * 2, "the scale of rank 0's GradScaler is nan at step 2"),
+        ("staged", [0.0, 1024.0], "the scale of rank 0's GradScaler is 0 at step 2"),
+    ],
+)
+@on_ranks()
+def test_devices_report_scales_that_differ_two_steps_later(
+    device: str, scales: list[float], text: str
+) -> None:
+    """A rank's scale from step 2 on."""
+
+    place, group = placed(device)
+    scaler = torch.amp.GradScaler(place.type, init_scale=1024.0)
+    ddp = DistributedDataParallel(nn.Linear(70, 70).to(place), process_group=group)
+    hooked(ddp, grad_scaler=scaler)
+
+    def step() -> None:
+        scaler.scale(ddp(torch.ones(2, 70, device=place)).square().mean()).backward()
+
+    outcomes = []
+    for number in range(5):
+        if number == 2:
+            scaler._scale.fill_(scales[dist.get_rank()])
+        if number == 3:
+            scaler._scale.fill_(1024.0)  # equal again: only step 2 was wrong
+        outcomes.append(attempt(step))
+    kind = "RankMismatchError" if DIFFERS in text else "StateError"
+    assert [o.error for o in outcomes] == [None] * 4 + [kind]
+    assert text in outcomes[4].headline
+    expect_no_race()
+
+
+# --- check_every: parameters ----------------------------------------------------------------------
+
+PARAMETERS = (
+    Weight("first", (90, 70)),
+    Weight("bias", (51,), torch.bfloat16),
+    Weight("channels", (32, 20, 3, 3), channels_last=True),
+    Weight("fp64", (5, 7), torch.float64),
+    Weight("complex", (7, 3), torch.complex64),
+    Weight("empty", (0, 3)),
+    Weight("one", (1,)),
+)
+
+
+@pytest.mark.parametrize("odd", RANKS)
+@on_ranks(3)
+def test_one_bit_on_one_rank_is_named_on_all_and_nobody_looks_between(odd: int) -> None:
+    scenario = Scenario(PARAMETERS, 3, options={"check_every": 2}, ddp={"bucket_cap_mb": 0.02})
+    kinds = [weight.name for weight in PARAMETERS if weight.num_elements]
+    for number, names in enumerate([*([name] for name in kinds[odd::3]), kinds[2:4]]):
+        run = Run(scenario)
+        if run.rank == odd:
+            run.model.get_parameter("one").data.fill_(1)
+        run.step(0)
+        run.step(1)  # nobody looks
+        with torch.no_grad():
+            run.model.get_parameter("one").zero_()
+        if run.rank == odd:
+            for name in names:  # in the step that looks: adding a gradient may round it away
+                flip_last_bit(run.model.get_parameter(name))
+        outcome = attempt(lambda: run.step(2))  # noqa: B023
+        usual = 1 if odd == 0 else 0
+        assert outcome.error == "DivergedError", number
+        assert outcome.text.startswith(  # the first of several
+            f"parameter '{names[0]}' of rank {odd} differs from that of rank {usual} at step 2"
+        )
+
+
+# --- names of ranks -------------------------------------------------------------------------------
+
+GROUP = [1, 2]  # of a world of three; in the group these are ranks 0 and 1
+
+
+def named() -> dict[str, torch.Tensor]:
+    return {"a": torch.zeros(40, 50), "b": torch.zeros(70, 30)}
+
+
+def reducer(group: Any, codec: str = "q4", **options: Any) -> Any:
+    return gradferry.Reducer(named(), codec, group, **options)
+
+
+def other_codec(group: Any, second: bool) -> Outcome:
+    return attempt(lambda: reducer(group, "q8" if second else "q4"))
+
+
+def stays_away(group: Any, second: bool) -> Outcome:
+    with little_patience():
+        return attempt(lambda: None if second else reducer(group))
+
+
+def lets_go(group: Any, second: bool) -> Outcome:
+    made = reducer(group)
+    made.all_reduce()
+    if second:
+        del made
+        gc.collect()
+        outcome = attempt(lambda: None)
+    else:
+        outcome = attempt(made.all_reduce)
+    dist.barrier(group)
+    return outcome
+
+
+def other_step(group: Any, second: bool) -> Outcome:
+    made = reducer(group)
+    state = made.state_dict()
+    if second:
+        made.load_state_dict({**state, "steps": 5})
+    return attempt(made.all_reduce)
+
+
+def diverged(group: Any, second: bool) -> Outcome:
+    model = torch.nn.Linear(40, 50)
+    ddp = DistributedDataParallel(model, process_group=group)
+    gradferry.attach(ddp, "q4", check_every=1)
+    ddp(torch.ones(1, 40)).sum().backward()
+    if second:
+        flip_last_bit(model.weight)
+    return attempt(lambda: ddp(torch.ones(1, 40)).sum().backward())
+
+
+# By case: what the errors of the group's ranks contain.
+CASES: dict[Callable[[Any, bool], Outcome], tuple[str, str]] = {
+    other_codec: ("rank 2 differs from rank 1 in codec",) * 2,
+    stays_away: ("rank 2 did not make a Reducer", ""),
+    lets_go: ("rank 1 lost contact with rank 2 (step 1", ""),
+    other_step: ("rank 1 refused a message from rank 2 (step 0",) * 2,
+    diverged: ("parameter 'weight' of rank 2 differs from that of rank 1 at step 1",) * 2,
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@on_ranks(3)
+def test_errors_name_ranks_of_the_world(case: Callable[[Any, bool], Outcome]) -> None:
+    group, rank = dist.new_group(GROUP), dist.get_rank()
+    if rank in GROUP:
+        second = rank == GROUP[1]
+        text, outcome = CASES[case][second], case(group, second)
+        assert text in outcome.text, outcome
+        assert (outcome.error is None) == (text == "")
+        dist.barrier(group)
+        described = str(reducer(group))
+        assert f"rank {rank - 1} of 2, " in described
+        assert "(ranks 1 and 2 of the world)" in described
+    dist.barrier()

@@ -1,4 +1,5 @@
-"""Training loops as users have them: with `exact` they train to the bit as with plain DDP.
+"""Training loops as users have them, and unusual ones. With `exact` they train to the bit as with
+plain DDP.
 
 With two ranks, (a + b) / 2 is what plain DDP computes as a / 2 + b / 2: halving is exact, and a sum
 of two does not depend on order.
@@ -6,12 +7,12 @@ of two does not depend on order.
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import dataclasses
-import io
 import math
-import multiprocessing
-from collections.abc import Callable, Iterator
+import os
+import pickle
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -19,23 +20,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from scenario import hooked
+from outcomes import Outcome, attempt
+from scenario import ChosenGradients, Run, Scenario, Weight, assert_bit_equal, hooked
+from stepping import bits, slot
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.checkpoint import checkpoint
 from world import World
+
+Worlds = Callable[[int], World]
 
 TOKENS, WIDTH, CONTEXT = 40, 32, 12
 Attach = Callable[[DistributedDataParallel], Any]
-
-
-@contextlib.contextmanager
-def may_have_children() -> Iterator[None]:
-    """Ranks of a World are daemons, to which multiprocessing allows no processes of their own."""
-    with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):
-        yield
 
 
 class LanguageModel(nn.Module):
@@ -62,25 +60,9 @@ class LanguageModel(nn.Module):
         return scores, cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
-class Windows(Dataset):
-    """Windows of a text that repeats itself."""
-
-    def __init__(self, number: int) -> None:
-        generator = torch.Generator().manual_seed(5)
-        self.text = torch.randint(TOKENS, (CONTEXT + 1,), generator=generator).repeat(number)
-        self.number = number
-
-    def __len__(self) -> int:
-        return self.number
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        piece = self.text[index : index + CONTEXT + 1]
-        return piece[:-1], piece[1:]
-
-
 def like_nanogpt(attach: Attach) -> list[float]:
     """Batches from one tensor, accumulation by DDP's own flag, a loss scale, clipped gradients, a
-    rate by hand, and an evaluation now and then.
+    rate by hand, and an evaluation now and then. A loss of one rank overflows.
     """
     model = LanguageModel()
     decayed = [p for p in model.parameters() if p.dim() > 1]
@@ -90,8 +72,9 @@ def like_nanogpt(attach: Attach) -> list[float]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     ddp = DistributedDataParallel(model)
     attach(ddp, grad_scaler=scaler)
-    text = Windows(9).text
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(5)
+    text = torch.randint(TOKENS, (CONTEXT + 1,), generator=generator).repeat(9)
+    generator.manual_seed(dist.get_rank())
 
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
         starts = torch.randint(len(text) - CONTEXT - 1, (4,), generator=generator).tolist()
@@ -113,121 +96,72 @@ def like_nanogpt(attach: Attach) -> list[float]:
             with torch.autocast("cpu", torch.bfloat16):
                 loss = ddp(x, y)[1] / 3
             x, y = batch()
-            scaler.scale(loss).backward()
+            overflows = (step, part, dist.get_rank()) == (3, 1, 1)
+            scaler.scale(loss * math.inf if overflows else loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
+        losses += [loss.item(), scaler.get_scale()]
+    assert losses[-1] == 2.0**7  # all ranks have skipped the step
     return losses
 
 
-class Trainer:
-    """Epochs over a DataLoader whose worker is forked while the engine runs, and snapshots."""
-
-    def __init__(self, attach: Attach, snapshot: bytes | None) -> None:
-        self.model = LanguageModel()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.epoch = 0
-        if snapshot is not None:
-            saved = torch.load(io.BytesIO(snapshot))
-            self.model.load_state_dict(saved["model"])
-            self.optimizer.load_state_dict(saved["optimizer"])
-            self.epoch = saved["epoch"]
-        self.ddp = DistributedDataParallel(self.model)
-        attach(self.ddp)
-        data = Windows(32)
-        self.loader = DataLoader(
-            data,
-            batch_size=4,
-            sampler=DistributedSampler(data),
-            num_workers=1,
-            multiprocessing_context="fork",
-        )
-        self.losses: list[float] = []
-
-    def run_batch(self, source: torch.Tensor, targets: torch.Tensor, train: bool) -> float:
-        with torch.set_grad_enabled(train):
-            _, loss = self.ddp(source, targets)
-        if train:
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-        return loss.item()
-
-    def train(self, until: int) -> bytes:
-        while self.epoch < until:
-            self.loader.sampler.set_epoch(self.epoch)
-            for train in (True, False):
-                self.losses += [self.run_batch(*batch, train) for batch in self.loader]
-            self.epoch += 1
-        file = io.BytesIO()
-        parts = {"model": self.model, "optimizer": self.optimizer}
-        saved = {name: part.state_dict() for name, part in parts.items()}
-        torch.save({**saved, "epoch": self.epoch}, file)
-        return file.getvalue()
+def layers(outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(40, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, outputs))
 
 
-def like_mingpt_ddp(attach: Attach) -> list[float]:
-    with may_have_children():
-        first = Trainer(attach, None)
-        snapshot = first.train(1)
-        second = Trainer(attach, snapshot)
-        second.train(2)
-    return first.losses + second.losses
-
-
-def like_pytorch_examples(attach: Attach) -> list[float]:
-    """Images, batch norm, a criterion outside of the model, a schedule by epochs, and means over
-    all ranks; the last batch is smaller.
-    """
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(4),
-        nn.Flatten(),
-        nn.Linear(128, 10),
-    )
-    ddp = DistributedDataParallel(model)
-    attach(ddp)
-    criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
-    generator = torch.Generator().manual_seed(6)
-    data = TensorDataset(
-        torch.randn(30, 3, 8, 8, generator=generator), torch.arange(30).remainder(10)
-    )
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=4, sampler=sampler)
+def quasi_newton(attach: Attach) -> list[float]:
+    """LBFGS, which runs several passes per step. All ranks see one loss, and so as many passes."""
+    attach(ddp := DistributedDataParallel(layers(40)))
+    optimizer = torch.optim.LBFGS(ddp.parameters(), lr=0.1, max_iter=4)
+    inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(7 + dist.get_rank()))
     losses = []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        ddp.train()
-        for images, labels in loader:
-            loss = criterion(ddp(images), labels)
-            losses.append(loss.item())
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (ddp(inputs) - inputs.sin()).square().mean()
+        loss.backward()
+        dist.all_reduce(mean := loss.detach())
+        losses.append(float(mean))
+        return losses[-1]
+
+    for _ in range(3):
+        optimizer.step(closure)
+    return losses
+
+
+def adversarial(attach: Attach) -> list[float]:
+    """A GAN, whose discriminator is frozen while the generator's gradients pass through it."""
+    attach(generator := DistributedDataParallel(layers(40)))
+    attach(judge := DistributedDataParallel(layers(1)))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, judge)]
+    random = torch.Generator().manual_seed(7 + dist.get_rank())
+    losses = []
+    for _ in range(4):
+        real, noise = torch.randn(2, 8, 40, generator=random)
+        judge.requires_grad_(True)
+        judged = judge(torch.cat([real, generator(noise).detach()]))
+        loss = judged[8:].mean() - judged[:8].mean()
+        loss.backward()
+        optimizers[1].step()
+        judge.requires_grad_(False)
+        (-judge(generator(noise)).mean()).backward()
+        optimizers[0].step()
+        for optimizer in optimizers:
             optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        ddp.eval()
-        with torch.no_grad():
-            total = torch.stack([criterion(ddp(images), labels) for images, labels in loader]).sum()
-        dist.all_reduce(total)
-        losses.append(total.item())
-        schedule.step()
-        ddp.load_state_dict(ddp.state_dict())  # with DDP's own prefix
+        losses.append(loss.item())
+        generator.load_state_dict(generator.state_dict())  # with DDP's own prefix
     return losses
 
 
 STEPS = 6
 LOOPS = {
-    # Steps of the optimizer; the second loop has two engines of four each.
+    # Averages of every model.
     like_nanogpt: [STEPS],
-    like_mingpt_ddp: [4, 4],
-    like_pytorch_examples: [8],
+    quasi_newton: [12],
+    adversarial: [4, 4],
 }
 
 
@@ -253,7 +187,7 @@ def case_loop(loop: Callable[[Attach], list[float]]) -> dict[str, Any]:
         losses = loop(attach)
         answers[str(codec)] = {
             "losses": losses,
-            "parameters": [p.detach() for p in attach.models[-1].parameters()],
+            "parameters": [bits(model.parameters()) for model in attach.models],
             "steps": [state.stats()["steps"] for state in attach.states],
         }
     return answers
@@ -265,26 +199,87 @@ def test_loop_trains_as_with_plain_ddp(world_of_2: World, loop: Any) -> None:
     for answer in (first, second):
         plain, exact = answer["None"], answer["exact"]
         assert exact["losses"] == plain["losses"]
-        assert all(map(torch.equal, exact["parameters"], plain["parameters"]))
+        assert exact["parameters"] == plain["parameters"]
         assert exact["steps"] == answer["q4"]["steps"] == LOOPS[loop]
     # A codec that is lossy trains otherwise, but on all ranks alike.
-    assert all(map(torch.equal, first["q4"]["parameters"], second["q4"]["parameters"]))
+    assert first["q4"]["parameters"] == second["q4"]["parameters"]
     assert first["q4"]["losses"] != first["exact"]["losses"]
 
 
-class Broken(nn.Module):
-    """Dynamo makes three graphs of its forward pass."""
+# --- every form of forward and backward pass ------------------------------------------------------
 
-    def __init__(self) -> None:
+SIDE = 33
+
+
+class Layers(nn.Module):
+    """Layers with something curved between them, each under a checkpoint if there are such."""
+
+    def __init__(self, use_reentrant: bool | None = None) -> None:
         super().__init__()
-        self.first, self.second, self.last = (nn.Linear(48, 48) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, SIDE)) for _ in range(3)
+        )
+        self.use_reentrant = use_reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x).tanh()
+        first, second, last = self.layers
+        x = self._through(first, x)
         torch._dynamo.graph_break()
-        x = self.second(x).tanh()
+        x = self._through(second, x)
         torch._dynamo.graph_break()
-        return self.last(x)
+        return self._through(last, x)
+
+    def _through(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if self.use_reentrant is None:
+            return layer(x)
+        # The layer's parameters are no arguments: their gradients come in the backward pass inside
+        # the backward pass.
+        return checkpoint(layer, x, use_reentrant=self.use_reentrant)
+
+
+def plain(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().sum().backward()
+
+
+def of_parameters_alone(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().sum().backward(inputs=[*model.parameters()])
+
+
+def gradient_penalty(model: nn.Module, x: torch.Tensor) -> None:
+    y = model(x).square().sum()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    (y + slope.square().sum()).backward()
+
+
+def penalty_of_weights(model: nn.Module, x: torch.Tensor) -> None:
+    y = model(x).square().sum()
+    slopes = torch.autograd.grad(y, list(model.parameters()), create_graph=True)
+    (y + sum(slope.square().sum() for slope in slopes)).backward()
+
+
+def without_ddp(model: nn.Module, x: torch.Tensor) -> None:
+    """By torch.autograd.grad, with which DDP has nothing to do."""
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(
+        parameters, torch.autograd.grad(model.module(x).sum(), parameters), strict=True
+    ):
+        parameter.grad = gradient
+
+
+def cleared(parameter: nn.Parameter) -> None:
+    parameter.grad.zero_()
+
+
+def with_hooks(change: Callable[[nn.Parameter], object]) -> Callable[[nn.Module, Any], None]:
+    """On each gradient, when it has been accumulated."""
+
+    def backward(model: nn.Module, x: torch.Tensor) -> None:
+        hooks = [p.register_post_accumulate_grad_hook(change) for p in model.parameters()]
+        plain(model, x)
+        for hook in hooks:
+            hook.remove()
+
+    return backward
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -296,37 +291,188 @@ def compiled_in_place(module: nn.Module) -> nn.Module:
     return module
 
 
-def as_it_is(module: nn.Module) -> nn.Module:
-    return module
+@dataclasses.dataclass
+class Way:
+    backward: Callable[[nn.Module, Any], None] = plain
+    use_reentrant: bool | None = None
+    options: dict[str, bool] = dataclasses.field(default_factory=dict)  # of DDP
+    before: Callable[[nn.Module], nn.Module] = lambda module: module  # what DDP gets
+    after: Callable[[nn.Module], nn.Module] = lambda module: module  # what is called
+
+
+STATIC, VIEWS = {"static_graph": True}, {"gradient_as_bucket_view": True}
+WAYS = {
+    "inputs=": Way(of_parameters_alone),
+    "gradient penalty": Way(gradient_penalty),
+    "penalty of weights": Way(penalty_of_weights),
+    "penalty into views": Way(gradient_penalty, options=VIEWS),
+    "reentrant": Way(use_reentrant=True),
+    "reentrant in a static graph": Way(use_reentrant=True, options=STATIC),
+    "not reentrant": Way(use_reentrant=False),
+    "not reentrant in a static graph": Way(use_reentrant=False, options=STATIC),
+    "without DDP": Way(without_ddp),
+    "None in a hook": Way(with_hooks(lambda p: setattr(p, "grad", None))),
+    "zero_() in a hook": Way(with_hooks(cleared)),
+    "compiled before DDP": Way(before=compiled),
+    "compiled after DDP": Way(after=compiled),
+    "compiled in place before DDP": Way(before=compiled_in_place),
+    "compiled in place after DDP": Way(after=compiled_in_place),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@on_ranks()
+def test_every_form_of_a_pass_leaves_the_gradients_of_plain_ddp(native: bool, way: str) -> None:
+    how = WAYS[way]
+    torch._dynamo.reset()
+    counters.clear()
+    model = Layers(how.use_reentrant)
+    # torch.compile cuts its graphs at buckets, of which the first must be the smallest.
+    options = {"bucket_cap_mb": 25 if "compiled" in way else 0.01, **how.options}
+    bare = DistributedDataParallel(copy.deepcopy(model), **options)
+    ddp = DistributedDataParallel(how.before(model), **options)
+    state = hooked(ddp, "exact", native=native)
+    called = how.after(ddp)
+    generator = torch.Generator().manual_seed(2 + dist.get_rank())
+    for step in range(3):
+        x = torch.randn(4, SIDE, generator=generator)
+        for each in bare, called:
+            each.zero_grad()
+            how.backward(each, x.clone().requires_grad_())
+        for one, other in zip(bare.parameters(), ddp.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or torch.equal(one.grad, other.grad), step
+    assert state.stats()["steps"] == (3 if way != "without DDP" else 0)
+    assert (counters["stats"]["unique_graphs"] >= 3) == ("compiled" in way)
+    torch._dynamo.reset()
+
+
+# --- means ----------------------------------------------------------------------------------------
+
+
+def averaged(gradient: torch.Tensor, codec: str | None) -> torch.Tensor:
+    """By the hook with a codec; None: by DDP without a hook."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros_like(gradient))
+    model.forward = lambda: (model.weight * gradient).sum()
+    ddp = DistributedDataParallel(model)
+    if codec is not None:
+        hooked(ddp, codec)
+    ddp().backward()
+    return model.weight.grad
+
+
+@pytest.mark.torch_core
+@on_ranks()
+def test_means_of_two_ranks_are_those_of_plain_ddp() -> None:
+    """Half of each number is exact, since none is near the smallest of its dtype."""
+    gradient = torch.randn(40, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    gradient += gradient.sign()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        exact, plain = (averaged(gradient.to(dtype), codec) for codec in ("exact", None))
+        assert torch.equal(exact, plain), dtype
 
 
 @on_ranks()
-def test_compiled_models_with_graph_breaks_train_as_plain_ddp() -> None:
-    ways = {
-        "plain": (as_it_is, as_it_is),
-        "before DDP": (compiled, as_it_is),
-        "after DDP": (as_it_is, compiled),
-        "in place before DDP": (compiled_in_place, as_it_is),
-        "in place after DDP": (as_it_is, compiled_in_place),
-    }
-    graphs, expected = {}, []
-    for name, (before, after) in ways.items():
-        torch._dynamo.reset()
-        counters.clear()
-        torch.manual_seed(4)
-        ddp = DistributedDataParallel(before(Broken()))
-        if name != "plain":
-            hooked(ddp, "exact")
-        model = after(ddp)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        gradients = []
-        for _ in range(3):
-            ddp.zero_grad()
-            model(torch.randn(4, 48, generator=generator)).square().sum().backward()
-            gradients += [p.grad for p in ddp.parameters()]
-        graphs[name] = counters["stats"]["unique_graphs"]
-        assert all(map(torch.equal, gradients, expected or gradients)), name
-        expected = expected or gradients
-    torch._dynamo.reset()
-    assert graphs.pop("plain") == 0
-    assert min(graphs.values()) >= 3, graphs
+def test_sums_beyond_the_range() -> None:
+    """A sum beyond fp32 is no finite mean; one beyond fp16 is."""
+    gradient = torch.full((40, 64), 1.0)
+    gradient[0, 0] = 3e38
+    plain, exact, q4 = (averaged(gradient, codec) for codec in (None, "exact", "q4"))
+    assert plain.isfinite().all()
+    assert exact[0, 0] == float("inf")
+    assert exact.flatten()[1:].eq(1).all()
+    # A group of q4 has 1024 elements.
+    assert q4.flatten()[:1024].isnan().all()
+    assert q4.flatten()[1024:].isfinite().all()
+    # 40000 = 625 * 2^6 is an fp16 number. A codec returns the largest magnitude of a block, but for
+    # the rounding of its scale (bf16 and E4M3), once in each of two encodings, and of the result.
+    for codec, scale in (("exact", 0.0), ("q8", 2.0**-9), ("sign1", 2.0**-9), ("q4", 2.0**-4)):
+        mean = averaged(torch.full((64, 64), 40000, dtype=torch.float16), codec).double()
+        assert (mean - 40000).abs().max() <= 2 * scale * 40000 + 2**4, codec
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize(
+    ("codec", "environment", "why"),
+    [
+        ("q4", {"GRADFERRY_DISABLE": "1"}, "GRADFERRY_DISABLE=1"),
+        ("auto", {"GRADFERRY_DISABLE": "1"}, "GRADFERRY_DISABLE=1"),
+        ("off", {}, "codec 'off'"),
+    ],
+    ids=["disabled", "auto disabled", "off"],
+)
+@on_ranks()
+def test_hook_that_passes_through_gives_what_plain_ddp_gives(
+    codec: str, environment: dict[str, str], why: str, native: bool
+) -> None:
+    """On the same buckets."""
+    scenario = Scenario(WEIGHTS, native=native, codec=codec, ddp={"bucket_cap_mb": 0.02})
+    with mock.patch.dict(os.environ, environment):
+        run = Run(scenario)
+    with mock.patch("scenario.attach"):
+        plain = Run(scenario)
+    for step in range(scenario.steps):
+        for one, other in zip(run.step(step), plain.step(step), strict=True):
+            assert one.tobytes() == other.tobytes()
+    stats = run.state.stats()
+    assert stats["wire_bytes"] == 0 or not environment
+    if codec == "auto":
+        assert stats["choice"] == {"codec": "off", "exchange": "flat", "reason": why}
+    assert f"passes through ({why})" in str(run.state)
+
+
+WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("wide", (3, 4099)))
+
+
+@on_ranks()
+def test_residuals_scaled_by_hand_are_rounded_once() -> None:
+    run = Run(Scenario(WEIGHTS, codec="topk:ratio=0.05", error_feedback="both"))
+    run.step(0)
+    for factor in (3.0, 0.0):
+        before = slot(run.state)["worker"]
+        run.state.scale_residuals(factor)
+        assert torch.equal(slot(run.state)["worker"], before * factor)
+        assert before.abs().max() > 1
+
+
+# --- join() --------------------------------------------------------------------------------------
+
+TWO = Scenario((Weight("first", (40, 40)), Weight("second", (50, 30))), error_feedback="both")
+
+
+def case_thrown(scenario: Scenario) -> tuple[Outcome, dict[str, Any]]:
+    """All ranks leave join() when the first has no more input, and go on together."""
+    run, gradients = Run(scenario), []
+
+    def until_the_end() -> None:
+        with run.ddp.join(throw_on_early_termination=True):
+            for step in range(2 + run.rank):
+                gradients.append(run.step(step))
+
+    outcome = attempt(until_the_end)
+    gradients += [run.step(step) for step in range(2, scenario.steps)]
+    return outcome, run.answer(gradients)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_training_goes_on_after_an_early_termination(world_of_2: World, passes: int) -> None:
+    scenario = dataclasses.replace(TWO, passes=passes)
+    (ended, one), (told, other) = world_of_2.run(case_thrown, scenario=scenario)
+    assert ended.error == told.error == "RuntimeError"
+    assert ended.text.startswith("Rank 0 exhausted all inputs")
+    assert told.text.startswith("Detected at least one rank that exhausted inputs")
+    assert_bit_equal([one, other], scenario)
+
+
+@on_ranks()
+def test_copies_of_a_model_join_by_themselves() -> None:
+    ddp = DistributedDataParallel(ChosenGradients(TWO))
+    hooked(ddp)
+    ones = {"first": torch.ones(40, 40)}
+    for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp)), ddp):
+        with other.join():
+            other(ones).backward()
+        assert other.join_hook().ddp is other

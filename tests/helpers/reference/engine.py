@@ -185,6 +185,7 @@ class ReferenceEngine:
         self.warmup_steps = warmup_steps
         self.warmup = warmup
         self.num_steps = 0
+        self.scale = 0.0  # in whose units residuals are; 0: none was
         self.layout = Layout(parameters, codec, world_size, rules, warmup)
         self.worker_residual: list[list[np.ndarray | None]] = []
         self.owner_residual: list[np.ndarray | None] = []
@@ -201,10 +202,16 @@ class ReferenceEngine:
             self.owner_residual.append(np.zeros(n, np.float32) if owner else None)
 
     def step(
-        self, gradients: Sequence[Sequence[np.ndarray]], gain: float = 1.0
+        self, gradients: Sequence[Sequence[np.ndarray]], scale: float = 1.0
     ) -> list[list[np.ndarray]]:
-        """gradients[rank][parameter] -> the gradients every rank has afterwards, same indexing."""
+        """gradients[rank][parameter] -> the gradients every rank has afterwards, same indexing.
+
+        `scale`: of the loss.
+        """
         warming_up = self.num_steps < self.warmup_steps
+        if not (warming_up and self.warmup == "exact"):
+            self._rescale(np.float32(scale) / np.float32(self.scale or scale))
+            self.scale = scale
         if self.world_size == 1 and not self._changes_alone(warming_up=warming_up):
             self.num_steps += 1
             return [[np.array(g) for g in gradients[0]]]
@@ -212,7 +219,6 @@ class ReferenceEngine:
             self._parameter(
                 index,
                 [gradients[rank][index] for rank in range(self.world_size)],
-                gain,
                 warming_up=warming_up,
             )
             for index in range(len(self.layout.parameters))
@@ -227,6 +233,14 @@ class ReferenceEngine:
             return False
         return self.momentum != 0 or any(worker[0].any() for worker in self.worker_residual)
 
+    def _rescale(self, gain: np.float32) -> None:
+        for index in range(len(self.layout.parameters)):
+            for residual in (*self.worker_residual[index], self.owner_residual[index]):
+                if residual is not None:
+                    with np.errstate(over="ignore"):
+                        scaled = gain * residual
+                    residual[...] = np.where(np.isfinite(scaled), scaled, residual)
+
     def _own_codec(self, index: int) -> str:
         return self.layout.codecs[index] if self.world_size > 1 else "exact"
 
@@ -238,7 +252,7 @@ class ReferenceEngine:
                     residual *= alpha
 
     def _parameter(
-        self, index: int, by_rank: Sequence[np.ndarray], gain: float, *, warming_up: bool
+        self, index: int, by_rank: Sequence[np.ndarray], *, warming_up: bool
     ) -> np.ndarray:
         parameter = self.layout.parameters[index]
         codec = self._own_codec(index)
@@ -260,7 +274,7 @@ class ReferenceEngine:
         for part in range(len(wide[0])):
             tiles, n = wide[0][part].shape
             context = Context(WORKER, self.seed, self.num_steps, first_tile)
-            common = {"gain": gain, "context": context, "hold": not momentum}
+            common = {"context": context, "hold": not momentum}
             payloads = [
                 encode_tiles(codec, dtype, wide[node][part], worker[node][part], alpha, **common)
                 for node in range(len(self.nodes))

@@ -19,7 +19,6 @@ MAGIC = 0x59524647
 WIRE_VERSION = 2
 SCATTER, GATHER, COMMIT, SINGLE_TENSOR, PARAMETERS, LOCAL_SCATTER, FORWARD = range(1, 8)
 HEADER = struct.Struct("<IHBBIIQQQQQQ")
-COMMIT_RECORD = struct.Struct("<IHHIIQQIHHQQQ")
 
 
 @dataclasses.dataclass
@@ -54,14 +53,6 @@ def word_sum(payload: np.ndarray) -> int:
 def message_checksum(payloads: Iterable[np.ndarray]) -> int:
     """Of a message, given what it covers: the payloads of its tiles in order."""
     return word_sum(np.concatenate([np.zeros(0, np.uint8), *payloads]))
-
-
-def tiles_hash(tiles: Iterable[int]) -> int:
-    """What the headers of a chunk with these tiles, in bucket order, add to the layout hash."""
-    value = 0xCBF29CE484222325
-    for tile in tiles:
-        value = (value ^ tile) * 0x100000001B3 % 2**64
-    return value
 
 
 def hash64(text: str) -> int:

@@ -1,0 +1,432 @@
+"""Wrong options, and wrong use of attach, HookState and hook: the error is typed, and says what to
+do instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gradferry
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from engine_options import engine_options, parameter
+from gradferry import _native
+from gradferry.core.options import DEFAULTS, SHARDED_DEFAULTS, Options, ShardedOptions
+from on_ranks import on_ranks
+from outcomes import Outcome, attempt
+from scenario import ChosenGradients, Run, Scenario, Weight, hooked
+from torch import nn
+from torch._C._distributed_c10d import Backend
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+from world import World
+
+SCENARIO = Scenario((Weight("first", (40, 40)), Weight("second", (9,))))
+
+
+def plain_ddp(**options: object) -> DistributedDataParallel:
+    return DistributedDataParallel(ChosenGradients(SCENARIO), **options)
+
+
+# --- options --------------------------------------------------------------------------------------
+
+# Options of attach, and what the error must name.
+BAD_OPTIONS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"codec": "q44"}, ("q44", "q4")),
+    ({"codec": "exat"}, ("exat", "exact")),
+    ({"codec": "q4:blok=3"}, ("q4", "blok")),
+    ({"codec": ""}, ("codec",)),
+    ({"codec": "aut"}, ("did you mean 'auto'?", ", off, auto")),
+    ({"codec": "of"}, ("did you mean 'off'?",)),
+    ({"codec": "Q4"}, ("did you mean 'q4'?",)),
+    ({"codec": "torch:fp16"}, ("'torch:fp16'", "PyTorch's own", "'bf16'")),
+    ({"codec": "topk:0.01"}, ("Did you mean 'ratio=0.01'?",)),
+    ({"codec": "q8:8"}, ("'q8' has no options",)),
+    ({"momentun": 0.9}, ("no option 'momentun' here", "rules, ", "did you mean 'momentum'?")),
+    ({"rules": [{"codec": "auto"}]}, ("rules[0]", "'auto'", "whole models")),
+    ({"rules": [{"codec": "torch:bf16"}]}, ("PyTorch's own",)),
+    ({"rules": [{"name": "first", "codec": "q44"}]}, ("q44", "q4")),
+    ({"rules": [{"nam": "first", "codec": "exact"}]}, ("nam", "name")),
+    ({"rules": {"first": "exact"}}, ("rules", "name", "codec")),
+    ({"rules": [{"name": "first"}]}, ("rules[0]", "codec")),
+    ({"error_feedback": "booth"}, ("error_feedback", "booth", "both")),
+    ({"nonfinite": "rise"}, ("nonfinite", "rise", "raise")),
+    *(
+        ({"momentum": momentum}, (f"momentum={momentum!r} must be a number between 0 and 1",))
+        for momentum in (1.5, 1.0, 0.0, "0.9", True, np.float32(1))
+    ),
+    ({"momentum": 0.9, "codec": "off"}, ("'off' passes gradients through",)),
+    ({"momentum": 0.9, "error_feedback": "owner"}, ("lives in the worker residual",)),
+    ({"momentum": 0.9, "error_feedback": "none"}, ("lives in the worker residual",)),
+    ({"grad_scaler": 2.0}, ("must be a torch.amp.GradScaler, not float",)),
+    *(({"seed": seed}, ("seed", repr(seed))) for seed in (-1, np.int64(-1), True, 1.0)),
+    ({"warmup_steps": -2}, ("warmup_steps", "-2")),
+    ({"warmup_steps": 5, "warmup": "q88"}, ("q88", "did you mean 'q8'?")),
+    ({"warmup_steps": 5, "warmup": "off"}, ("warmup='off'", "whole trainings", "'exact'")),
+    ({"warmup_steps": 5, "warmup": "auto"}, ("warmup='auto'", "whole trainings")),
+    ({"warmup_steps": 5, "warmup": "torch:fp16"}, ("'torch:fp16'", "PyTorch's own")),
+    ({"warmup_steps": 5, "warmup": None}, ("must be a string",)),
+    ({"warmup": "q8"}, ("warmup='q8'", "there are none", "warmup_steps=")),
+    ({"warmup_steps": 5, "warmup": "q4"}, ("warmup='q4' changes nothing", "momentum=")),
+    (
+        {"codec": "exact", "warmup_steps": 5, "warmup": "q8", "momentum": 0.9},
+        ("warmup='q8' has nothing to compress",),
+    ),
+    ({"codec": "off", "warmup_steps": 5, "warmup": "q8"}, ("'off' passes gradients through",)),
+    ({"workspace_cap_mb": 0}, ("workspace_cap_mb=0", "such as 96")),
+    ({"workspace_cap_mb": "96"}, ("workspace_cap_mb='96'", "number of MiB")),
+    ({"workspace_cap_mb": 0.01}, ("more than the 10485 that", "attach with workspace_cap_mb=1,")),
+    *(
+        ({"check_every": every}, ("must be a whole number, 0 or more",))
+        for every in (-1, 1.5, True)
+    ),
+)
+
+
+def case_bad_options(rows: list[dict]) -> list[Outcome]:
+    return [attempt(lambda row=row: gradferry.attach(plain_ddp(), **row)) for row in rows]
+
+
+def test_attach_names_the_wrong_value_and_the_closest_right_one(world_of_2: World) -> None:
+    answers = world_of_2.run(case_bad_options, rows=[options for options, _ in BAD_OPTIONS])
+    for (options, parts), one, other in zip(BAD_OPTIONS, *answers, strict=True):
+        assert one.error == other.error == "ConfigError", options
+        assert one.text == other.text, options
+        for part in parts:
+            assert part in one.text, (options, one.text)
+
+
+@on_ranks()
+def test_numbers_of_numpy_are_numbers() -> None:
+    rules = [{"min_size": np.int32(8), "codec": "q8"}]
+    options = {
+        "momentum": np.float64(0.9),
+        "seed": np.int64(3),
+        "check_every": torch.tensor(4),
+        "nodes": np.uint8(1),
+        "rules": rules,
+    }
+    config = hooked(plain_ddp(), **options).config
+    assert (config.momentum, config.seed, config.rules[0].min_size) == (0.9, 3, 8)
+    assert (config.check_every, config.nodes) == (4, 1)
+
+
+WAYS_IN = {
+    "attach": (gradferry.attach, DEFAULTS),
+    "HookState": (gradferry.HookState, DEFAULTS),
+    "Reducer": (gradferry.Reducer, DEFAULTS),
+    "fsdp": (gradferry.fsdp.attach, SHARDED_DEFAULTS),
+}
+
+
+@pytest.mark.parametrize(("way_in", "defaults"), WAYS_IN.values(), ids=WAYS_IN)
+def test_every_way_in_shows_the_same_options(way_in: Any, defaults: dict[str, Any]) -> None:
+    shown = {
+        name: parameter.default
+        for name, parameter in inspect.signature(way_in).parameters.items()
+        if name in SHARDED_DEFAULTS
+    }
+    assert shown == defaults
+    assert set(DEFAULTS) == set(Options.__annotations__)
+    assert set(SHARDED_DEFAULTS) == set(ShardedOptions.__annotations__)
+    for name in defaults:
+        assert re.search(rf"^        {name}: .+", way_in.__doc__, re.M), name
+    assert "**options" not in way_in.__doc__
+
+
+# --- use ------------------------------------------------------------------------------------------
+
+# What the error must be, and what it must name, by what is done.
+MISUSES: dict[Callable[[], Any], tuple[str, ...]] = {}
+Misuse = Callable[[], Any]
+
+
+def misuse(error: str, *parts: str) -> Callable[[Misuse], Misuse]:
+    def note(done: Misuse) -> Misuse:
+        MISUSES[done] = (error, *parts)
+        return done
+
+    return note
+
+
+def registered(state: Any, ddp: DistributedDataParallel, hook: Any = gradferry.hook) -> None:
+    """Also runs a backward pass, which is what fails."""
+    ddp.register_comm_hook(state, hook)
+    ddp({w.name: torch.ones(w.shape) for w in SCENARIO.weights}).backward()
+
+
+@misuse("ConfigError", "hook")
+def attach_twice() -> None:
+    ddp = plain_ddp()
+    hooked(ddp)
+    hooked(ddp)
+
+
+@misuse("ConfigError", "hook")
+def attach_after_python_hook() -> None:
+    ddp = plain_ddp()
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    hooked(ddp)
+
+
+@misuse("ConfigError", "hook")
+def attach_after_builtin_hook() -> None:
+    ddp = plain_ddp()
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    hooked(ddp)
+
+
+@misuse("ConfigError", "mixed_precision")
+def attach_to_mixed_precision() -> None:
+    ddp = plain_ddp()
+    # The argument would do this, but DDP itself takes it on accelerators only.
+    ddp.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)
+    hooked(ddp)
+
+
+@misuse("ConfigError", "optimizer", "backward")
+def attach_with_optimizer_in_backward() -> None:
+    model = ChosenGradients(SCENARIO)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    hooked(DistributedDataParallel(model))
+
+
+@misuse("ConfigError", "DistributedDataParallel", "ChosenGradients")
+def attach_to_a_module() -> None:
+    hooked(ChosenGradients(SCENARIO))
+
+
+@misuse("ConfigError", "delay_all_reduce_named_params")
+def attach_to_delayed_all_reduce() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    delayed = list(model.named_parameters())
+    model.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    options = {"delay_all_reduce_named_params": delayed}
+    hooked(DistributedDataParallel(model, param_to_hook_all_reduce=model[0].weight, **options))
+
+
+@misuse("RankMismatchError", "rank 1 differs from rank 0 in bucket_cap_mb: 25.0 instead of 1.0")
+def attach_with_other_buckets() -> None:
+    hooked(plain_ddp(bucket_cap_mb=1 if dist.get_rank() == 0 else 25))
+
+
+@misuse("ConfigError", "make every parameter take part")
+def attach_momentum_to_what_is_unused() -> None:
+    hooked(plain_ddp(find_unused_parameters=True), momentum=0.9)
+
+
+@misuse("ConfigError", "sparse gradients, which '0' has")
+def attach_momentum_to_sparse_gradients() -> None:
+    table = nn.Sequential(nn.Embedding(40, 40, sparse=True))
+    hooked(DistributedDataParallel(table), momentum=0.9)
+
+
+def sparse_later(native: bool) -> None:
+    table = nn.Embedding(40, 40, sparse=True)
+    ddp = DistributedDataParallel(table)
+    table.sparse = False
+    hooked(ddp, native=native, momentum=0.9)
+    table.sparse = True
+    ddp(torch.tensor([1, 2])).sum().backward()
+
+
+@misuse("StateError", "a sparse gradient came")
+def deliver_momentum_of_a_sparse_gradient() -> None:
+    sparse_later(native=True)
+
+
+@misuse("StateError", "a sparse gradient came")
+def deliver_momentum_of_a_sparse_gradient_from_python() -> None:
+    sparse_later(native=False)
+
+
+@misuse("StateError", "bound")
+def bind_a_bound_state() -> None:
+    gradferry.HookState("q4", plain_ddp()).bind(plain_ddp())
+
+
+@misuse("StateError", "to another Distr", "HookState(codec, ddp)")
+def register_for_another_model() -> None:
+    registered(gradferry.HookState("q4", plain_ddp()), plain_ddp())
+
+
+@misuse("StateError", "to another Distr")
+def register_for_the_same_model_wrapped_again() -> None:
+    first = plain_ddp()
+    registered(gradferry.HookState("q4", first), DistributedDataParallel(first.module))
+
+
+@misuse("StateError", "to another Distr")
+def register_the_state_of_a_native_hook() -> None:
+    first = plain_ddp()
+    registered(hooked(first), DistributedDataParallel(first.module))
+
+
+@misuse("StateError", "to another Distr", "a HookState of its own")
+def register_for_two_models() -> None:
+    first = plain_ddp()
+    state = gradferry.HookState("q4", first)
+    registered(state, first)
+    registered(state, plain_ddp())
+
+
+@misuse("StateError", "of Half on cpu", "do not wrap the hook in a compress wrapper")
+def register_in_a_compress_wrapper() -> None:
+    ddp = plain_ddp()
+    wrapped = default_hooks.fp16_compress_wrapper(gradferry.hook)
+    registered(gradferry.HookState("q4", ddp), ddp, wrapped)
+
+
+@misuse("StateError", "build a new DistributedDataParallel")
+def change_the_group() -> None:
+    ddp = plain_ddp()
+    hooked(ddp)
+    ddp._update_process_group(dist.group.WORLD)
+
+
+@misuse("StateError", "bind", "GradferryCallback")
+def backward_unbound() -> None:
+    registered(gradferry.HookState("q4"), plain_ddp())
+
+
+@misuse("ConfigError", "is None", "gradferry.HookState('q4', ddp)")
+def backward_without_state() -> None:
+    registered(None, plain_ddp())
+
+
+@misuse("ConfigError", "on_step(3): pass a function")
+def pass_no_function() -> None:
+    hooked(plain_ddp()).on_step(3)
+
+
+@misuse("ConfigError", "divide_by_initial_world_size")
+def join_over_the_effective_world_size() -> None:
+    ddp = plain_ddp()
+    hooked(ddp)
+    with ddp.join(divide_by_initial_world_size=False):
+        raise AssertionError("join() was entered")
+
+
+@misuse("ConfigError", "divide_by_initial_world_size")
+def join_over_the_effective_world_size_from_python() -> None:
+    ddp = plain_ddp()
+    hooked(ddp, native=False)
+    with ddp.join(divide_by_initial_world_size=False):
+        raise AssertionError("join() was entered")
+
+
+@misuse("ConfigError", "factor=nan must be a number that is finite")
+def scale_residuals_by_nan() -> None:
+    state = hooked(plain_ddp())
+    for factor in (math.inf, -math.inf, 1e39):
+        refused = attempt(functools.partial(state.scale_residuals, factor))
+        assert refused.error == "ConfigError", factor
+    state.scale_residuals(math.nan)
+
+
+@misuse("StateError", "the GradScaler's scale is inf")
+def scale_a_loss_by_infinity() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    ddp = DistributedDataParallel(nn.Linear(40, 40))
+    hooked(ddp, grad_scaler=scaler)
+    scaler.update(new_scale=math.inf)
+    ddp(torch.ones(2, 40)).sum().backward()
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("done", MISUSES)
+@on_ranks()
+def test_wrong_use_raises_a_typed_error_with_advice(done: Misuse) -> None:
+    error, *parts = MISUSES[done]
+    outcome = attempt(done)
+    assert outcome.error == error, outcome
+    for part in parts:
+        assert part in outcome.text, outcome
+
+
+def test_unbound_state_has_no_numbers() -> None:
+    state = gradferry.HookState("q4")
+    for call in (state.stats, state.events, lambda: state.on_step(print)):
+        with pytest.raises(gradferry.StateError, match="not bound"):
+            call()
+
+
+def case_use_after_destroy(native: bool) -> Outcome:
+    run = Run(Scenario(SCENARIO.weights, native=native))
+    run.step(0)
+    dist.destroy_process_group()
+    return attempt(lambda: run.step(1))
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_backward_after_destroy_process_group_raises_state_error(native: bool) -> None:
+    world = World(2)  # its group ends with this case
+    try:
+        outcomes = world.run(case_use_after_destroy, native=native)
+    finally:
+        world.stop()
+    for outcome in outcomes:
+        assert outcome.error == "StateError", outcomes
+        assert "process group" in outcome.text
+        assert "destroyed" in outcome.text
+
+
+def test_world_too_large_for_offsets_of_32_bits_is_told_the_largest_that_would_do() -> None:
+    world_size, chunk_bytes = 4, 2**30
+    shards_as_large_as_a_chunk = world_size * chunk_bytes // 8
+    options = engine_options(
+        parameters=[parameter("weight", shards_as_large_as_a_chunk, "exact", torch.float64)],
+        nodes=[[rank] for rank in range(world_size)],
+        chunk_bytes=chunk_bytes,
+        workspace_cap_bytes=2**40,
+    )
+    lanes = {name: _native.Lane(Backend(0, world_size)) for name in ("scatter", "gather", "commit")}
+    with pytest.raises(gradferry.ConfigError, match="between 3 ranks at most, not 4"):
+        _native.HostEngine(options, tensors=[], lanes=lanes, memory=None, local_stage="")
+
+
+# --- what the library itself must not do ----------------------------------------------------------
+
+PACKAGE = Path(gradferry.__file__).parent
+# What runs in a user's process, where it may have set a default: not our own command lines.
+IN_A_USERS_PROCESS = ("*.py", "core/*.py", "averaging/*.py", "residuals/*.py", "ddp/*.py")
+FACTORIES = {"arange", "empty", "full", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"}
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
+    """Calls of functions of torch, with their names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            if isinstance(owner, ast.Name) and owner.id == "torch":
+                yield node, node.func.attr
+
+
+def test_every_tensor_that_is_made_names_its_dtype_and_device() -> None:
+    files = [path for pattern in IN_A_USERS_PROCESS for path in PACKAGE.glob(pattern)]
+    assert len(files) > 30
+    wrong = [
+        f"{path.name}:{call.lineno}: torch.{name}"
+        for path in files
+        for call, name in calls(ast.parse(path.read_text()))
+        if name in FACTORIES and not {"dtype", "device"} <= {k.arg for k in call.keywords}
+    ]
+    assert wrong == []
+
+
+def test_what_a_peer_sends_is_never_unpickled() -> None:
+    texts = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    for path, text in texts.items():
+        for collective in ("_gather_object", "gather_object(", "_object_list"):
+            assert collective not in text, f"{path.name}: {collective}; use gather_records"
