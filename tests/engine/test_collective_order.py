@@ -4,9 +4,8 @@ more. Two levels, with three communicators, must not hang then.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,31 +16,12 @@ import torch.distributed as dist
 from gradferry.core import engine
 from mixed import mixed, scenario_on
 from scenario import Run, Scenario, assert_bit_equal
-from test_streams import MANY_CHUNKS, case_train, small_chunks
+from streaming import MANY_CHUNKS, PATIENCE, case_train, one_at_a_time, small_chunks
 from world import World
 
 Worlds = Callable[[int], World]
 
-# Only collectives that wait for each other take so long.
-PATIENCE = 60.0
-NOT_LONG = 1.0
-
-
-@pytest.fixture
-def worlds(device_worlds: Worlds) -> Worlds:
-    return device_worlds
-
-
-@contextlib.contextmanager
-def one_at_a_time(patience: float) -> Iterator[Any]:
-    from fake_device import machine
-
-    machine.set_one_at_a_time(patience)
-    try:
-        yield machine
-    finally:
-        machine.synchronize()
-        machine.set_one_at_a_time(0)
+NOT_LONG = 1.0  # for collectives that wait for each other
 
 
 def case_ordered(scenario: Scenario, seeds: list[int]) -> dict[str, Any] | None:
@@ -63,9 +43,9 @@ def case_ordered(scenario: Scenario, seeds: list[int]) -> dict[str, Any] | None:
     ],
 )
 def test_two_levels_need_no_collectives_side_by_side(
-    worlds: Worlds, scenario: Scenario, num_seeds: int
+    device_worlds: Worlds, scenario: Scenario, num_seeds: int
 ) -> None:
-    answers = worlds(scenario.world_size).run(
+    answers = device_worlds(scenario.world_size).run(
         case_ordered, scenario=scenario, seeds=list(range(num_seeds)), seconds=300
     )
     assert_bit_equal(answers, scenario)
@@ -92,10 +72,12 @@ def case_unchained(scenario: Scenario, most_steps: int) -> dict[str, Any]:
     return {"hangs": False, "found": found}
 
 
-def test_the_device_sees_two_levels_that_may_hang(worlds: Worlds) -> None:
+def test_the_device_sees_two_levels_that_may_hang(device_worlds: Worlds) -> None:
     """Without the chain devices begin collectives in other orders than the hosts post them."""
     scenario = scenario_on("2x2", MANY_CHUNKS)
-    for answer in worlds(4).run(case_unchained, scenario=scenario, most_steps=300, seconds=300):
+    for answer in device_worlds(4).run(
+        case_unchained, scenario=scenario, most_steps=300, seconds=300
+    ):
         assert answer["hangs"]
         assert any("is not ordered with" in race for race in answer["found"])
 

@@ -22,6 +22,7 @@ from gradferry.core.nodes import (
     resolve,
 )
 from gradferry.errors import ConfigError, ProtocolError
+from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import ChosenGradients, Scenario, Weight
 from torch.nn.parallel import DistributedDataParallel
@@ -167,28 +168,17 @@ def test_a_boot_id_that_is_none_is_a_reason(written, reason, tmp_path, monkeypat
     assert reason in identity().unread
 
 
-def case_mesh() -> dict[str, Any]:
-    """What meshes of four processes become; the default group, and a group of its rows."""
+@on_ranks(4)
+def test_rows_of_a_mesh_are_nodes() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "ranks"))
     cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicas", "nodes", "ranks"))
-    return {
-        "mesh": check_option(mesh),
-        "of_cube": check_option(cube["nodes", "ranks"]),
-        "line": attempt(lambda: check_option(mesh["ranks"])),
-        "cube": attempt(lambda: check_option(cube)),
-        "ranks": dist.get_process_group_ranks(mesh["ranks"].get_group()),
-    }
-
-
-def test_rows_of_a_mesh_are_nodes(worlds: Callable[[int], World]) -> None:
-    for rank, answer in enumerate(worlds(4).run(case_mesh)):
-        assert answer["mesh"] == answer["of_cube"] == ((0, 1), (2, 3))
-        assert answer["line"].error == answer["cube"].error == "ConfigError"
-        assert "has a DeviceMesh of 1 dimension and needs 2" in answer["line"].text
-        assert "has a DeviceMesh of 3 dimensions and needs 2" in answer["cube"].text
-        assert answer["ranks"] == [[0, 1], [0, 1], [2, 3], [2, 3]][rank]
+    assert check_option(mesh) == check_option(cube["nodes", "ranks"]) == ((0, 1), (2, 3))
+    for wrong, count in ((mesh["ranks"], "1 dimension"), (cube, "3 dimensions")):
+        outcome = attempt(lambda: check_option(wrong))  # noqa: B023
+        assert outcome.error == "ConfigError"
+        assert f"has a DeviceMesh of {count} and needs 2" in outcome.text
 
 
 WEIGHTS = (Weight("only", (40, 40)),)
@@ -235,7 +225,9 @@ def test_all_ranks_learn_at_attach_where_all_are(worlds: Callable[[int], World])
             "  exchange: two levels, 3 nodes of 1 to 2 ranks, because nodes='auto' found several "
             f"ranks on a node{within}; machine unknown, so alone: rank 3 (no /proc)\n"
         ) in answer["text"]
-    assert len({answer["config_hash"] for answer in answers}) == 1
+    (config_hash,) = {answer["config_hash"] for answer in answers}
+    # Messages tell tables of one option apart.
+    assert attached(worlds(4), [A, B, A, B], ["auto"] * 4)[0]["config_hash"] != config_hash
     for option, found, text in (
         ("flat", places, "flat between 4 ranks, because nodes='flat'"),
         (1, places, f"flat between 4 ranks on 4 nodes of 1 rank, because {ALONE}"),
@@ -248,12 +240,6 @@ def test_all_ranks_learn_at_attach_where_all_are(worlds: Callable[[int], World])
     ):
         (other, *_) = attached(worlds(4), found, [option] * 4)
         assert f"  exchange: {text}" in other["text"]
-
-
-def test_messages_tell_tables_of_one_option_apart(world_of_2: World) -> None:
-    together = attached(world_of_2, [A, A], ["auto"] * 2)
-    apart = attached(world_of_2, [A, B], ["auto"] * 2)
-    assert together[0]["config_hash"] != apart[0]["config_hash"]
 
 
 @pytest.mark.parametrize(

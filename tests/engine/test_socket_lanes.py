@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from outcomes import interrupted
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from world import COLLECTIVE_SECONDS, World
+from world import COLLECTIVE_SECONDS
 
 # More than a socket holds: the kernel keeps some MB of what nobody has read.
 LARGE = 16 << 20
@@ -48,8 +48,11 @@ def came(received: torch.Tensor) -> bool:
     return all(bool((part == rank + 1).all()) for rank, part in enumerate(parts))
 
 
-def case_other_order() -> bool:
-    """Rank 0 posts on the second lane only when the first is done; rank 1 waits for the second."""
+@on_ranks(2)
+def test_ranks_may_wait_for_lanes_in_different_order() -> None:
+    """Rank 0 posts on the second lane only when the first is done; rank 1 waits for the second: a
+    rank that read only the lane it waits for would keep the other one from sending.
+    """
     first, second = make_lanes("other order")
     one, one_received = exchange(first, LARGE)
     if dist.get_rank() == 0:
@@ -60,32 +63,23 @@ def case_other_order() -> bool:
         two.wait()
         one.wait()
     two.wait()
-    return came(one_received) and came(two_received)
+    assert came(one_received)
+    assert came(two_received)
 
 
-def test_ranks_may_wait_for_lanes_in_different_order(world_of_2: World) -> None:
-    """A rank that read only the lane it waits for would keep the other one from sending."""
-    assert all(world_of_2.run(case_other_order))
-
-
-def case_many_waiters() -> bool:
+@on_ranks(3)
+def test_any_threads_may_wait_in_any_order() -> None:
     lanes = make_lanes("many waiters", 3)
-    good = True
     with ThreadPoolExecutor(6) as pool:
         for size in (1, 1000, 1 << 20):
             posted = [exchange(lane, size) for lane in lanes for _ in range(4)]
             for done in [pool.submit(work.wait) for work, _ in reversed(posted)]:
                 done.result()
-            good &= all(came(received) for _, received in posted)
-    return good
+            assert all(came(received) for _, received in posted)
 
 
-def test_any_threads_may_wait_in_any_order(world_of_3: World) -> None:
-    assert all(world_of_3.run(case_many_waiters))
-
-
-def case_post_while_waiting() -> bool:
-    """Something is posted while a thread already waits for another lane."""
+@on_ranks(2)
+def test_what_is_posted_while_a_thread_waits_is_served() -> None:
     first, second = make_lanes("post while waiting")
     one, one_received = exchange(first, LARGE)
     with ThreadPoolExecutor(1) as pool:
@@ -93,31 +87,23 @@ def case_post_while_waiting() -> bool:
         two, two_received = exchange(second, LARGE)
         two.wait()
         waiting.result()
-    return came(one_received) and came(two_received)
+    assert came(one_received)
+    assert came(two_received)
 
 
-def test_what_is_posted_while_a_thread_waits_is_served(world_of_2: World) -> None:
-    assert all(world_of_2.run(case_post_while_waiting))
-
-
-def case_other_size() -> str:
-    """Ranks that disagree on the size of a message, as at different steps."""
+@on_ranks(2)
+def test_ranks_that_disagree_on_a_size_see_it_at_once() -> None:
     (lane,) = make_lanes("other size", 1)
-    size = 500 if dist.get_rank() == 0 else 4000
-    with pytest.raises(RuntimeError) as caught:
-        exchange(lane, size)[0].wait()
+    mine, other = (500, 4000) if dist.get_rank() == 0 else (4000, 500)
+    text = f"rank {1 - dist.get_rank()} sends a message of {other} bytes where {mine} were expected"
+    with pytest.raises(RuntimeError, match=text):
+        exchange(lane, mine)[0].wait()
     dist.barrier()
-    return str(caught.value)
 
 
-def test_ranks_that_disagree_on_a_size_see_it_at_once(world_of_2: World) -> None:
-    first, second = world_of_2.run(case_other_size)
-    assert first.startswith("rank 1 sends a message of 4000 bytes where 500 were expected")
-    assert second.startswith("rank 0 sends a message of 500 bytes where 4000 were expected")
-
-
-def case_nothing() -> bool:
-    """Parts without bytes, in some directions and in all."""
+@on_ranks(2)
+def test_parts_without_bytes_are_done_at_once() -> None:
+    """In some directions and in all."""
     (lane,) = make_lanes("nothing", 1)
     rank = dist.get_rank()
     empty = torch.zeros(0, dtype=torch.uint8)
@@ -126,30 +112,16 @@ def case_nothing() -> bool:
     send = torch.full((5,), 7, dtype=torch.uint8) if rank == 0 else empty
     receive = torch.zeros(5 if rank == 1 else 0, dtype=torch.uint8)
     lane.all_to_all(receive, [5 * (rank == 1), 0], send, [0, 5 * (rank == 0)]).wait()
-    return rank == 0 or bool((receive == 7).all())
+    assert rank == 0 or bool((receive == 7).all())
 
 
-def test_parts_without_bytes_are_done_at_once(world_of_2: World) -> None:
-    assert all(world_of_2.run(case_nothing))
-
-
-def case_left() -> tuple[str, str]:
-    """Rank 1 closes its lanes while rank 0 waits for both."""
+@on_ranks(2)
+def test_rank_that_has_left_is_named_on_every_lane() -> None:
     lanes = make_lanes("left")
-    if dist.get_rank() == 1:
-        return "", ""
-    works = [exchange(lane, 100)[0] for lane in lanes]
-    texts = []
-    for work in reversed(works):
-        with pytest.raises(RuntimeError) as caught:
-            work.wait()
-        texts.append(str(caught.value))
-    return texts[0], texts[1]
-
-
-def test_rank_that_has_left_is_named_on_every_lane(world_of_2: World) -> None:
-    texts = world_of_2.run(case_left)[0]
-    assert all(text.startswith("rank 1: ") for text in texts), texts
+    if dist.get_rank() == 0:
+        for work in reversed([exchange(lane, 100)[0] for lane in lanes]):
+            with pytest.raises(RuntimeError, match=r"^rank 1: "):
+                work.wait()
 
 
 def gradients_over(address: str, port: int, rank: int) -> list[list[float]]:
@@ -206,21 +178,3 @@ def test_ranks_train_without_a_name_of_their_host_and_over_ipv6_alone(tmp_path: 
     for rank in range(2):
         # Means of 0 and 1, and of 1 and 2.
         assert json.loads((tmp_path / str(rank)).read_text()) == [[[0.5], [1.5]]] * 2
-
-
-def case_interrupted() -> str | None:
-    """Ctrl-C while another rank has not come yet."""
-    if dist.get_rank() == 0:
-        dist.barrier()
-        return None
-    with interrupted():
-        try:
-            make_lanes("interrupted")
-        except KeyboardInterrupt:
-            dist.barrier()
-            return "interrupted"
-    return "went on"
-
-
-def test_waiting_for_a_rank_can_be_interrupted(world_of_2: World) -> None:
-    assert world_of_2.run(case_interrupted) == [None, "interrupted"]

@@ -18,20 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from mixed import scenario_on
-from outcomes import Outcome, attempt
+from on_ranks import on_ranks
+from outcomes import attempt
 from scenario import ChosenGradients, Run, Scenario, assert_bit_equal
-from test_streams import SCENARIO, small_chunks
-from test_streams_training import check_scenario
+from streaming import SCENARIO, small_chunks
 from torch.nn.parallel import DistributedDataParallel
 from watching import expect_no_race
 from world import World, thread_names
 
 Worlds = Callable[[int], World]
-
-
-@pytest.fixture
-def worlds(device_worlds: Worlds) -> Worlds:
-    return device_worlds
 
 
 class _OutOfMemoryError(RuntimeError):
@@ -77,10 +72,10 @@ def _place_in(run: Run) -> Callable[[torch.Tensor], int]:
 @pytest.mark.torch_core
 @pytest.mark.parametrize("device", ["streamed", "staged"])
 def test_an_abandoned_backward_pass_leaves_no_work_on_freed_buckets(
-    worlds: Worlds, device: str
+    device_worlds: Worlds, device: str
 ) -> None:
     scenario = dataclasses.replace(SCENARIO, device=device)
-    answers = worlds(2).run(case_abandon, scenario=scenario, seeds=[0, 1])
+    answers = device_worlds(2).run(case_abandon, scenario=scenario, seeds=[0, 1])
     assert_bit_equal(answers, scenario)
 
 
@@ -119,17 +114,25 @@ def case_loss_scale_goes_first(scenario: Any) -> None:
     [(case_abandon_alone, 1, {"momentum": 0.9}), (case_loss_scale_goes_first, 2, {})],
 )
 def test_what_is_freed_with_work_enqueued_is_not_touched(
-    worlds: Worlds, case: Callable[..., None], world_size: int, options: dict[str, Any]
+    device_worlds: Worlds, case: Callable[..., None], world_size: int, options: dict[str, Any]
 ) -> None:
     scenario = dataclasses.replace(
         SCENARIO, world_size=world_size, options=options, error_feedback="auto"
     )
-    worlds(world_size).run(case, scenario=scenario)
+    device_worlds(world_size).run(case, scenario=scenario)
 
 
-def case_abandoned_then_next(scenario: Scenario, options: dict[str, Any]) -> list[str]:
-    """A pass whose Futures nobody waits for, and then the next one; what the machine finds of it
-    that concerns residuals. Buckets themselves are then used while they are averaged.
+# What uses residuals: on E where a pass begins, and on F.
+ON_E, ON_F = re.compile("scale on"), re.compile("reduce on|decode on")
+
+
+@pytest.mark.parametrize(("device", "options"), [("streamed", {}), ("streamed", {"momentum": 0.9})])
+@on_ranks(2)
+def test_residuals_are_not_rescaled_while_an_abandoned_pass_uses_them(
+    device: str, options: dict[str, Any]
+) -> None:
+    """A pass whose Futures nobody waits for, and then the next one. Buckets themselves are then
+    used while they are averaged.
     """
     from fake_device import DEVICE, machine
 
@@ -144,9 +147,10 @@ def case_abandoned_then_next(scenario: Scenario, options: dict[str, Any]) -> lis
         given_up.set_result(bucket.buffer())
         return given_up
 
+    feedback = "auto" if options else "both"
     changes = {"native": False, "options": {"grad_scaler": scaler, **options}}
     with small_chunks(), mock.patch.object(gradferry, "hook", watched):
-        run = Run(dataclasses.replace(scenario, **changes))
+        run = Run(dataclasses.replace(SCENARIO, device=device, error_feedback=feedback, **changes))
         run.step(0)
         run.step(1)
         expect_no_race()
@@ -156,37 +160,20 @@ def case_abandoned_then_next(scenario: Scenario, options: dict[str, Any]) -> lis
         scaler.update(512.0)
         run.ddp(run.targets(3)).backward()
         machine.synchronize()
-        return [race for race in machine.races() if ON_E.search(race) and ON_F.search(race)]
+        assert not [race for race in machine.races() if ON_E.search(race) and ON_F.search(race)]
 
 
-# What uses residuals: on E where a pass begins, and on F.
-ON_E, ON_F = re.compile("scale on"), re.compile("reduce on|decode on")
-
-
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}])
-def test_residuals_are_not_rescaled_while_an_abandoned_pass_uses_them(
-    worlds: Worlds, options: dict[str, Any]
-) -> None:
-    scenario = dataclasses.replace(SCENARIO, error_feedback="auto" if options else "both")
-    answers = worlds(2).run(case_abandoned_then_next, scenario=scenario, options=options)
-    assert answers == [[], []]
-
-
-def case_thread_ends(scenario: Scenario) -> bool:
-    run = Run(scenario)
+@pytest.mark.parametrize("device", ["staged"])
+@on_ranks(2)
+def test_the_thread_of_a_staged_hook_ends_with_it(device: str) -> None:
+    run = Run(dataclasses.replace(SCENARIO, device=device))
     run.step(0)
     assert "gf-staged" in thread_names()
     del run
     gc.collect()
     deadline = time.monotonic() + 60
-    while "gf-staged" in thread_names() and time.monotonic() < deadline:
-        pass
-    return "gf-staged" not in thread_names()
-
-
-def test_the_thread_of_a_staged_hook_ends_with_it(worlds: Worlds) -> None:
-    scenario = dataclasses.replace(SCENARIO, device="staged")
-    assert worlds(2).run(case_thread_ends, scenario=scenario) == [True] * 2
+    while "gf-staged" in thread_names():
+        assert time.monotonic() < deadline
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -234,7 +221,7 @@ STEP_9 = "step is 9, expected 0"
     ],
 )
 def test_damage_is_nan_at_once_and_an_error_two_steps_later(
-    worlds: Worlds,
+    device_worlds: Worlds,
     among: str,
     collective: int,
     offset: int,
@@ -247,7 +234,7 @@ def test_damage_is_nan_at_once_and_an_error_two_steps_later(
     scenario = dataclasses.replace(SCENARIO, ddp={})  # one bucket, of one chunk
     scenario = scenario if among == "all" else scenario_on("2x2", scenario)
     damage = {"among": among, "collective": collective, "offset": offset, "value": value}
-    answers = worlds(scenario.world_size).run(case_damage, scenario=scenario, **damage)
+    answers = device_worlds(scenario.world_size).run(case_damage, scenario=scenario, **damage)
     assert sum(answer["num_nan"][0] > 0 for answer in answers) == nan_on
     for rank, answer in enumerate(answers):
         # From then on rank 1's tiles are nobody's.
@@ -264,85 +251,69 @@ def test_damage_is_nan_at_once_and_an_error_two_steps_later(
     assert len({error.headline for answer in answers for error in answer["errors"]}) == 1
 
 
-def case_damaged_check(scenario: Scenario) -> list[Outcome]:
+@pytest.mark.parametrize("device", ["streamed"])
+@on_ranks(2)
+def test_damaged_hashes_are_an_error_on_all_ranks_two_steps_later(device: str) -> None:
     """A byte of the hashes that rank 1 receives at step 2 is damaged."""
     import fake_device
 
-    run = Run(scenario)
+    run = Run(dataclasses.replace(SCENARIO, device=device, options={"check_every": 1}, ddp={}))
     outcomes = [attempt(lambda step=step: run.step(step)) for step in (0, 1)]
     if dist.get_rank() == 1:
         # The commit of step 1 comes first.
         fake_device.backends["streamed"].damage(1, 64 + 2, 0xEE)
-    return outcomes + [attempt(lambda step=step: run.step(step)) for step in range(2, 5)]
+    outcomes += [attempt(lambda step=step: run.step(step)) for step in range(2, 5)]
+    assert [o.error for o in outcomes] == [None] * 4 + ["ProtocolError"]
+    assert outcomes[4].headline.startswith("rank 1 refused a message from rank 0 (step 2")
+    assert "check of parameters): checksum is " in outcomes[4].headline
 
 
-def test_damaged_hashes_are_an_error_on_all_ranks_two_steps_later(worlds: Worlds) -> None:
-    scenario = check_scenario("streamed", 1, world_size=2, ddp={})
-    answers = worlds(2).run(case_damaged_check, scenario=scenario)
-    for outcomes in answers:
-        assert [o.error for o in outcomes] == [None] * 4 + ["ProtocolError"]
-        assert "rank 1 refused a message from rank 0 (step 2" in outcomes[4].text
-        assert "check of parameters): checksum is " in outcomes[4].text
-    assert len({outcomes[4].headline for outcomes in answers}) == 1
-
-
-def case_raise_nonfinite(scenario: Scenario) -> list[Outcome]:
-    run = Run(scenario)
+@pytest.mark.parametrize("device", ["streamed"])
+@on_ranks(2)
+def test_nonfinite_raise_names_the_parameter_two_steps_later(device: str) -> None:
+    poison = {(1, 0, "second"): np.inf}
+    options = {"nonfinite": "raise"}
+    run = Run(dataclasses.replace(SCENARIO, device=device, options=options, poison=poison))
     outcomes = [attempt(lambda step=step: run.step(step)) for step in range(4)]
-    return [*outcomes, attempt(run.state.state_dict)]
-
-
-def test_nonfinite_raise_names_the_parameter_one_step_later(worlds: Worlds) -> None:
-    scenario = dataclasses.replace(
-        SCENARIO, options={"nonfinite": "raise"}, poison={(1, 0, "second"): np.inf}
-    )
-    for outcomes in worlds(2).run(case_raise_nonfinite, scenario=scenario):
-        assert [outcome.error for outcome in outcomes] == [None] * 3 + ["StateError"] * 2
-        for outcome in outcomes[3:]:
-            assert "'second' was not finite at step 1" in outcome.text
+    outcomes.append(attempt(run.state.state_dict))
+    assert [outcome.error for outcome in outcomes] == [None] * 3 + ["StateError"] * 2
+    assert all("'second' was not finite at step 1" in outcome.text for outcome in outcomes[3:])
 
 
 # --- what torch sees ------------------------------------------------------------------------------
-
-
-def case_hooks_of_the_group(scenario: Any) -> dict[str, Any]:
-    """Which operations pass by the hooks of DDP's group in a step, and how many chunks it had."""
-    import fake_device
-
-    group = fake_device.group("streamed")
-    run = Run(scenario)
-    run.step(0)
-    run.step(1)
-    before = run.state.stats()["chunks"]
-    seen: list[str] = []
-    group.register_pre_hook(17, lambda call: seen.append(str(call.name)))
-    try:
-        run.step(2)
-    finally:
-        group.unregister_pre_hook(17)
-    return {"seen": seen, "chunks": run.state.stats()["chunks"] - before}
 
 
 @pytest.mark.skipif(
     not hasattr(dist.ProcessGroup, "register_pre_hook"),
     reason="this torch has no hooks that a collective could pass by",
 )
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_collectives_pass_by_the_hooks_of_the_process_group(worlds: Worlds, native: bool) -> None:
-    scenario = dataclasses.replace(SCENARIO, native=native)
-    for answer in worlds(2).run(case_hooks_of_the_group, scenario=scenario):
-        assert answer["chunks"] > 0
-        seen = [name.rpartition(".")[2].lower() for name in answer["seen"]]
-        assert sum("all_to_all" in name or "alltoall" in name for name in seen) == answer["chunks"]
-        # And the commit of the step before.
-        gathers = sum("gather" in name for name in seen)
-        assert gathers == answer["chunks"] + 1
+@pytest.mark.parametrize(("device", "native"), [("streamed", True), ("streamed", False)])
+@on_ranks(2)
+def test_collectives_pass_by_the_hooks_of_the_process_group(device: str, native: bool) -> None:
+    import fake_device
+
+    group = fake_device.group(device)
+    run = Run(dataclasses.replace(SCENARIO, device=device, native=native))
+    run.step(0)
+    run.step(1)
+    before = run.state.stats()["chunks"]
+    seen: list[str] = []
+    group.register_pre_hook(17, lambda call: seen.append(str(call.name).rpartition(".")[2].lower()))
+    try:
+        run.step(2)
+    finally:
+        group.unregister_pre_hook(17)
+    chunks = run.state.stats()["chunks"] - before
+    assert chunks > 0
+    assert sum("all_to_all" in name or "alltoall" in name for name in seen) == chunks
+    # And the commit of the step before.
+    assert sum("gather" in name for name in seen) == chunks + 1
 
 
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def case_capture(native: bool) -> Outcome:
+def captured(native: bool) -> None:
     """A backward pass is captured into a graph."""
     from fake_device import machine
 
@@ -351,15 +322,14 @@ def case_capture(native: bool) -> Outcome:
     run.step(1)
     machine.set_capturing(True)
     try:
-        outcome = attempt(lambda: run.step(2))
+        run.step(2)
     finally:
         machine.set_capturing(False)
-    machine.synchronize()
-    expect_no_race()
-    return outcome
+        machine.synchronize()
+        expect_no_race()
 
 
-def case_without_kernels() -> Outcome:
+def without_kernels() -> None:
     """Where every bucket passes through, kernels are not asked for."""
     from gradferry.core import device
 
@@ -369,77 +339,64 @@ def case_without_kernels() -> Outcome:
         mock.patch.object(device, "LIBRARIES", {}),
     ):
         assert attempt(lambda: Run(off)).error is None
-        return attempt(lambda: Run(SCENARIO))
+        Run(SCENARIO)
 
 
-def case_moved() -> Outcome:
+def moved() -> None:
     """As if the second parameter had moved; torch swaps no memory with the fake device's."""
-    import gradferry
     from gradferry import _native
 
     ddp = DistributedDataParallel(ChosenGradients(SCENARIO))
     assert _native.moved_since_buckets_were_made(ddp.reducer) == []
-    moved = [ddp.module.get_parameter("bias")]
-    with mock.patch.object(_native, "moved_since_buckets_were_made", return_value=moved):
-        return attempt(lambda: gradferry.attach(ddp, "q4"))
+    away = [ddp.module.get_parameter("bias")]
+    with mock.patch.object(_native, "moved_since_buckets_were_made", return_value=away):
+        gradferry.attach(ddp, "q4")
 
 
-def case_group(backend: str, index: int | None = None) -> Outcome:
-    """A group of this backend, bound to the device of this index, is asked for its transport."""
+def transport_of_group(backend: str, index: int | None = None) -> None:
+    """A group of this backend, bound to the device of this index."""
     from fake_device import DEVICE
     from gradferry.core.device import transport_of
 
     group = dist.new_group(backend=backend)
     if index is not None:
         group.bound_device_id = torch.device("fake", index)
-    return attempt(lambda: transport_of(DEVICE, group))
+    transport_of(DEVICE, group)
 
 
-def case_unused_parameters() -> Outcome:
-    """Unused parameters need bucket views."""
+def unused_parameters() -> None:
+    """They need bucket views."""
     ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
     assert attempt(lambda: Run(dataclasses.replace(SCENARIO, ddp=ddp))).error is None
     ddp["gradient_as_bucket_view"] = False
-    return attempt(lambda: Run(dataclasses.replace(SCENARIO, ddp=ddp)))
+    Run(dataclasses.replace(SCENARIO, ddp=ddp))
 
 
-CAPTURED = ["being captured into a graph", "run backward() outside of torch.cuda.graph()"]
+STREAMS = "cpu:gloo,fake:fake_streamed"
+CANNOT: dict[str, tuple[Callable[[], None], list[str]]] = {
+    "captured": (lambda: captured(native=True), ["run backward() outside of torch.cuda.graph()"]),
+    "captured by a hook of Python": (lambda: captured(native=False), ["captured into a graph"]),
+    "no kernels": (without_kernels, ["no codecs for gradients on '"]),
+    "moved": (moved, ["'bias' has moved to cpu", "move the whole model first"]),
+    "no backend": (
+        lambda: transport_of_group("cpu:gloo"),
+        ["no backend for tensors on 'fake'", "start it with init_process_group("],
+    ),
+    "another device": (
+        lambda: transport_of_group(STREAMS, 1),
+        ["the model is on fake:0, the process group on fake:1", "device_id=torch.device('fake:0')"],
+    ),
+    "unused": (unused_parameters, ["build the DistributedDataParallel with gradient_as_"]),
+}
 
 
-@pytest.mark.parametrize(
-    ("case", "arguments", "says"),
-    [
-        (case_capture, {"native": True}, CAPTURED),
-        (case_capture, {"native": False}, CAPTURED),
-        (case_without_kernels, {}, ["no codecs for gradients on '"]),
-        (
-            case_moved,
-            {},
-            [
-                "parameter 'bias' has moved to cpu",
-                "move the whole model first, then wrap it",
-            ],
-        ),
-        (
-            case_group,
-            {"backend": "cpu:gloo"},
-            ["no backend for tensors on 'fake'", "start it with init_process_group("],
-        ),
-        (
-            case_group,
-            {"backend": "cpu:gloo,fake:fake_streamed", "index": 1},
-            [
-                "the model is on fake:0, the process group on fake:1",
-                "device_id=torch.device('fake:0')",
-            ],
-        ),
-        (case_unused_parameters, {}, ["build the DistributedDataParallel with gradient_as_"]),
-    ],
-)
-def test_what_a_device_cannot_do_is_refused(
-    worlds: Worlds, case: Callable[..., Outcome], arguments: dict[str, Any], says: list[str]
-) -> None:
-    for outcome in worlds(2).run(case, **arguments):
-        assert outcome.error == "ConfigError"
-        for text in says:
-            assert text in outcome.text
+@pytest.mark.parametrize(("device", "what"), [("streamed", what) for what in CANNOT])
+@on_ranks(2)
+def test_what_a_device_cannot_do_is_refused(device: str, what: str) -> None:
+    import fake_device
+
+    fake_device.group(device)
+    call, says = CANNOT[what]
+    outcome = attempt(call)
+    assert outcome.error == "ConfigError"
+    assert all(text in outcome.text for text in says), outcome

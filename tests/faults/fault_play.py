@@ -15,7 +15,6 @@ import gc
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,18 +27,12 @@ import torch.distributed as dist
 from fault_rows import (
     AT_A_LINK,
     FAULTY_STEP,
-    FORGERIES,
-    ON_SOCKETS,
     REDUCER,
-    SAVED_STEPS,
     Row,
 )
-from gradferry import checkpoint
 from gradferry.averaging import running
-from gradferry.core import node_memory
 from outcomes import Outcome, attempt
 from reducing import given
-from reference import HEADER
 from relays import Relays
 from scenario import (
     LEARNING_RATE,
@@ -140,9 +133,8 @@ def kill_beside_child() -> None:
     kill()
 
 
-def lose_scale(victim: Victim, after: float = 0.0) -> None:
+def lose_scale(victim: Victim) -> None:
     """The scale becomes one that cannot be, so that the engine fails before it sends."""
-    time.sleep(after)
     victim.scaler._scale.fill_(0.0)
 
 
@@ -165,17 +157,6 @@ def spoil_memory() -> None:
                 memory[i] ^= 1
 
 
-@contextlib.contextmanager
-def no_shared_memory() -> Iterator[None]:
-    """This rank is refused memory to share: then all ranks of its node use sockets."""
-    refused = node_memory._RefusedError("by the test")
-    with (
-        mock.patch.object(node_memory, "_make", side_effect=refused),
-        mock.patch.object(node_memory, "_open_door", side_effect=refused),
-    ):
-        yield
-
-
 ACTIONS: dict[str, Callable[[Victim], Any]] = {
     "kill": lambda _: kill(),
     "kill beside its child": lambda _: kill_beside_child(),
@@ -185,12 +166,8 @@ ACTIONS: dict[str, Callable[[Victim], Any]] = {
     "slow": lambda _: time.sleep(SLOW_SECONDS),
     "fork": lambda _: fork(),
     "no scale": lose_scale,
-    "no scale, late": lambda victim: lose_scale(victim, after=1.5),
     "foreign bucket": hand_in_foreign_bucket,
     "corrupt scatter": lambda victim: victim.relays.damage("scatter"),
-    "corrupt gather": lambda victim: victim.relays.damage("gather"),
-    # In what another rank has gathered.
-    "corrupt forward": lambda victim: victim.relays.damage("forward", HEADER.size + 100),
     "corrupt memory": lambda victim: victim.relays.meanwhile("forward", spoil_memory),
     "truncated": lambda victim: victim.relays.cut("scatter"),
     "link down": lambda victim: victim.relays.hold(),
@@ -212,23 +189,6 @@ def before(owner: Any, name: str, fault: Callable[[], Any]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def once_posted(run: Run, folder: str, fault: Callable[[], Any]) -> Iterator[None]:
-    """The fault comes when the siblings of this rank and itself have sent what they exchange."""
-    posted = run.state.stats()["chunks"] + len(run.buckets[-1])
-
-    def watch() -> None:
-        while run.state.stats()["chunks"] < posted:
-            time.sleep(0.001)
-        Path(folder, f"posted {run.rank}").touch()
-        while len(list(Path(folder).glob("posted *"))) < 2:
-            time.sleep(0.001)
-        fault()
-
-    threading.Thread(target=watch, daemon=True).start()
-    yield
-
-
 # --- what every rank does -------------------------------------------------------------------------
 
 
@@ -238,14 +198,12 @@ class Seen:
 
     Attributes:
         later: what its state says afterwards.
-        checkpoint: its steps and parameters.
         files: open ones that are more than before; 0 of the victim.
     """
 
     outcome: Outcome
     later: Outcome
     parameters: str
-    checkpoint: tuple[int, str]
     files: int
 
     def write(self, folder: str, rank: int) -> None:
@@ -256,8 +214,7 @@ class Seen:
     @classmethod
     def read(cls, folder: Path, rank: int) -> Seen:
         outcome, later, *rest = json.loads(Path(folder, f"rank {rank}").read_text())
-        parameters, (steps, saved), files = rest
-        return cls(Outcome(*outcome), Outcome(*later), parameters, (steps, saved), files)
+        return cls(Outcome(*outcome), Outcome(*later), *rest)
 
 
 def num_files() -> int:
@@ -276,26 +233,13 @@ def num_shared() -> int:
     return Path("/proc/self/maps").read_text().count(SHARED)
 
 
-def save(folder: str, run: Any, group: dist.ProcessGroup, steps: int) -> None:
-    content = {"model": run.model.state_dict(), "hook": run.state.state_dict(), "steps": steps}
-    checkpoint.save(Path(folder, "checkpoint"), content, group)
-
-
-def loaded(folder: str, run: Any) -> tuple[int, str]:
-    """Steps and parameters of the checkpoint."""
-    content = checkpoint.load(Path(folder, "checkpoint"), run.rank)
-    return content["steps"], hash_of(run.scenario, list(content["model"].values()))
-
-
-def play(row: Row, folder: str, victim: Victim) -> Seen:
+def play(row: Row, victim: Victim) -> Seen:
     timeout = datetime.timedelta(seconds=row.expected.timeout)
     group = dist.new_group(timeout=timeout)
     is_victim = dist.get_rank() == row.victim
     conditions = contextlib.ExitStack()
     if is_victim and row.fault in AT_A_LINK:
         conditions.enter_context(victim.relays.between())
-    if is_victim and row.exchange.endswith(ON_SOCKETS):
-        conditions.enter_context(no_shared_memory())
     scenario = row.scenario
     if victim.scaler is not None:
         options = {**scenario.options, "grad_scaler": victim.scaler}
@@ -305,48 +249,30 @@ def play(row: Row, folder: str, victim: Victim) -> Seen:
         run = victim.run = start(scenario, group)
     for step in range(FAULTY_STEP):
         run.step(step)
-        if step + 1 == SAVED_STEPS:
-            save(folder, run, group, SAVED_STEPS)
-    siblings = next((s for s in scenario.nodes or () if run.rank in s), ())
-    shares = len(siblings) > 1 and not (
-        row.exchange.endswith(ON_SOCKETS) and row.victim in siblings
-    )
-    assert (num_shared() > 0) == shares
+    assert (num_shared() > 0) == (scenario.nodes is not None)
     dist.barrier()
 
     def fault() -> None:
-        if row.fault in FORGERIES:
-            victim.relays.forge(*FORGERIES[row.fault])
-        else:
-            ACTIONS[row.fault](victim)
+        ACTIONS[row.fault](victim)
 
     faulty: Any = contextlib.nullcontext()
     act: Callable[[], Any] = lambda: run.step(FAULTY_STEP)  # noqa: E731
     if row.phase == "attach":
         act = lambda: Run(scenario, group)  # noqa: E731
         faulty = before(running, "start_engine", fault)
-    elif row.phase == "save":
-        act = lambda: save(folder, run, group, FAULTY_STEP)  # noqa: E731
-        faulty = before(os, "fsync", fault)
     elif row.phase == "between steps":
         faulty = before(run, "step", fault)
         act = lambda: run.step(FAULTY_STEP)  # noqa: E731
-    elif row.phase == "forward":
-        faulty = once_posted(run, folder, fault if is_victim else lambda: None)
     elif is_victim:  # its last bucket is not complete without this gradient
         last = run.model.get_parameter(run.buckets[-1][-1][-1])
         last.register_post_accumulate_grad_hook(lambda _: fault())
     files = num_files()
-    if row.phase == "forward" and len(siblings) < 2:  # others have nothing to forward
-        while not list(Path(folder).glob("rank *")):
-            time.sleep(0.01)
-    with faulty if is_victim or row.phase == "forward" else contextlib.nullcontext():
+    with faulty if is_victim else contextlib.nullcontext():
         outcome = attempt(act)
     return Seen(
         outcome,
         attempt(run.state.state_dict),
         run.parameter_hash(),
-        loaded(folder, run),
         0 if is_victim else num_kept(files),
     )
 
@@ -356,11 +282,11 @@ def case_row(row: Row, folder: str) -> None:
     is_victim = rank == row.victim
     if is_victim:
         Path(folder, "pid").write_text(str(os.getpid()))
-    scaler = torch.amp.GradScaler("cpu") if row.fault.startswith("no scale") else None
+    scaler = torch.amp.GradScaler("cpu") if row.fault == "no scale" else None
     victim = Victim(Relays(), scaler)
     if row.fault == "foreign bucket":
         victim.alone = dist.new_group([row.victim])
-    play(row, folder, victim).write(folder, rank)
+    play(row, victim).write(folder, rank)
     survivors = [each for each in range(row.scenario.world_size) if each != row.victim]
     wait_for(lambda: all(Path(folder, f"rank {each}").exists() for each in survivors))
     victim.run = None

@@ -12,9 +12,13 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import gradferry
 import pytest
 import torch
 import torch.distributed as dist
+from gradferry.core import agreement, rendezvous
+from gradferry.core.device import CPU
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from scenario import Run, Scenario, Weight
 from torch import nn
@@ -26,71 +30,50 @@ VICTIM = 1
 SHORT_SECONDS = 2.0  # a timeout that is waited for
 
 
-def case_sees_its_own_end(reasons: tuple[str, ...]) -> str:
+@on_ranks(3)
+def test_a_lost_collective_is_one_text_on_all_ranks_that_know_it_otherwise() -> None:
     """A collective has failed, and every rank knows it from another source."""
-    from gradferry.core import agreement, rendezvous
-
-    group = dist.group.WORLD
+    reasons = ("Timed out waiting", "Connection closed by peer", "Address in use")
     failed = RuntimeError(reasons[dist.get_rank()])
     with mock.patch.object(agreement, "_gather_records", side_effect=failed):
-        outcome = attempt(lambda: agreement.gather_records({}, group, torch.device("cpu")))
-    rendezvous.meet(group, timedelta(seconds=60), "come")  # after which it is forgotten
+        outcome = attempt(lambda: agreement.gather_records({}, dist.group.WORLD, CPU))
+    # After which it is forgotten.
+    rendezvous.meet(dist.group.WORLD, timedelta(seconds=60), "come")
     assert outcome.error == "PeerError"
-    return outcome.text
-
-
-def test_a_lost_collective_is_one_text_on_all_ranks_that_know_it_otherwise(
-    world_of_3: World,
-) -> None:
-    reasons = ("Timed out waiting", "Connection closed by peer", "Address in use")
-    texts = world_of_3.run(case_sees_its_own_end, reasons=reasons)
+    assert "lost contact with another rank: " in outcome.text
+    texts: list[Any] = [None] * 3
+    dist.all_gather_object(texts, outcome.text)
     assert len(set(texts)) == 1, texts
-    assert "lost contact with another rank: " in texts[0]
-
-
-def case_records(lengths: tuple[int, ...]) -> list[dict[str, str]]:
-    from gradferry.core import agreement
-
-    record = {"": "x" * (lengths[dist.get_rank()] - len(json.dumps({"": ""})))}
-    return agreement.gather_records(record, dist.group.WORLD, torch.device("cpu"))
 
 
 # Around the 1016 bytes that the first all-gather holds, alone and beside shorter ones.
 @pytest.mark.parametrize(
-    "lengths",
-    [(1016, 1015, 8), (1016, 1017, 8), (1018, 20_000, 1017), (8, 8, 20_000)],
-    ids=str,
+    "lengths", [(1016, 1015, 8), (1016, 1017, 8), (1018, 20_000, 1017), (8, 8, 20_000)], ids=str
 )
-def test_records_of_any_size_come_as_they_were_sent(
-    world_of_3: World, lengths: tuple[int, ...]
-) -> None:
-    for records in world_of_3.run(case_records, lengths=lengths):
-        assert [len(json.dumps(record)) for record in records] == list(lengths)
-        assert all(set(record[""]) <= {"x"} for record in records)
+@on_ranks(3)
+def test_records_of_any_size_come_as_they_were_sent(lengths: tuple[int, ...]) -> None:
+    record = {"": "x" * (lengths[dist.get_rank()] - len(json.dumps({"": ""})))}
+    records = agreement.gather_records(record, dist.group.WORLD, CPU)
+    assert [len(json.dumps(record)) for record in records] == list(lengths)
+    assert all(set(record[""]) <= {"x"} for record in records)
 
 
-def case_foreign(value: int) -> Outcome:
+@pytest.mark.parametrize("value", [0, 1, 255])
+@on_ranks(3)
+def test_what_is_no_record_is_said(value: int) -> None:
     """Rank 1 posts another collective of the same size."""
-    from gradferry.core import agreement
-
     group = dist.group.WORLD
     if dist.get_rank() == 1:
         theirs = torch.full((agreement._FIRST_BYTES,), value, dtype=torch.uint8)
         group.allgather([[torch.empty_like(theirs) for _ in range(3)]], [theirs]).wait()
-    else:
-        return attempt(lambda: agreement.gather_records({}, group, torch.device("cpu")))
-    return attempt(lambda: None)
+        return
+    outcome = attempt(lambda: agreement.gather_records({}, group, CPU))
+    assert outcome.error == "ProtocolError", outcome
+    assert "a rank announced a record of" in outcome.text
 
 
-@pytest.mark.parametrize("value", [0, 1, 255])
-def test_what_is_no_record_is_said(world_of_3: World, value: int) -> None:
-    first, _, last = world_of_3.run(case_foreign, value=value)
-    for outcome in (first, last):
-        assert outcome.error == "ProtocolError", outcome
-        assert "a rank announced a record of" in outcome.text
-
-
-def case_no_silence() -> int:
+@on_ranks(2)
+def test_steps_without_silence_leave_nothing_in_the_store() -> None:
     run = Run(Scenario(WEIGHTS))
     run.step(0)
     store = dist.distributed_c10d._get_default_store()
@@ -99,11 +82,7 @@ def case_no_silence() -> int:
     dist.barrier()
     run.step(1)
     dist.barrier()
-    return store.num_keys() - before
-
-
-def test_steps_without_silence_leave_nothing_in_the_store(world_of_2: World) -> None:
-    assert world_of_2.run(case_no_silence) == [0, 0]
+    assert store.num_keys() == before
 
 
 def case_skips_a_backward() -> tuple[Outcome, str]:
@@ -156,29 +135,19 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def case_verdict(scenario: Scenario) -> tuple[Outcome, bool]:
-    run = Run(scenario)
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_what_an_early_bucket_found_is_raised_by_the_backward_pass_of_the_step(kind: str) -> None:
+    """DDP hands over the last parameter's bucket first."""
+    poison = {(1, 1, "last"): float("nan")}
+    options = {"nonfinite": "raise"}
+    run = Run(dataclasses.replace(SCENARIO, options=options, poison=poison, **KINDS[kind]))
     run.step(0)
     before = run.parameter_hash()
     outcome = attempt(lambda: run.step(1))
-    return outcome, run.parameter_hash() == before
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_what_an_early_bucket_found_is_raised_by_the_backward_pass_of_the_step(
-    world_of_2: World, kind: str
-) -> None:
-    # DDP hands over the last parameter's bucket first.
-    scenario = dataclasses.replace(
-        SCENARIO,
-        options={"nonfinite": "raise"},
-        poison={(1, 1, "last"): float("nan")},
-        **KINDS[kind],
-    )
-    for outcome, untouched in world_of_2.run(case_verdict, scenario=scenario):
-        assert outcome.error == "StateError", outcome
-        assert "gradient of 'last' is not finite at step 1" in outcome.headline
-        assert untouched
+    assert outcome.error == "StateError", outcome
+    assert "gradient of 'last' is not finite at step 1" in outcome.headline
+    assert run.parameter_hash() == before
 
 
 class Embedded(nn.Module):
@@ -193,27 +162,17 @@ class Embedded(nn.Module):
         return self.layers(self.embedding(indices)).sum()
 
 
-def case_sparse(poison: bool) -> tuple[list[Outcome], int]:
-    import gradferry
-
+@pytest.mark.parametrize("poison", [False, True], ids=["well", "poisoned"])
+@on_ranks(2)
+def test_sparse_bucket_at_the_end_of_a_step_does_not_swallow_the_verdict(poison: bool) -> None:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Embedded(), bucket_cap_mb=0.01)
     state = gradferry.attach(ddp, "q4", nonfinite="raise")
-    outcomes = []
+    errors = []
     for step in range(3):
         if poison and step == 2:
             weight = ddp.module.layers[1].weight
             weight.register_hook(lambda gradient: gradient * float("nan"))
-        loss = ddp(torch.arange(6))
-        outcomes.append(attempt(loss.backward))
-    return outcomes, state.stats()["in_flight"]
-
-
-@pytest.mark.parametrize("poison", [False, True], ids=["well", "poisoned"])
-def test_sparse_bucket_at_the_end_of_a_step_does_not_swallow_the_verdict(
-    world_of_2: World, poison: bool
-) -> None:
-    for outcomes, in_flight in world_of_2.run(case_sparse, poison=poison):
-        errors = [outcome.error for outcome in outcomes]
-        assert errors == [None, None, "StateError" if poison else None], outcomes
-        assert in_flight == 0
+        errors.append(attempt(ddp(torch.arange(6)).backward).error)
+    assert errors == [None, None, "StateError" if poison else None]
+    assert state.stats()["in_flight"] == 0

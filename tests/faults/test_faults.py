@@ -1,8 +1,8 @@
 """Every fault of one rank, in every phase of a training, with lossy codecs, in every exchange.
 
 Those that survive it raise one error that says who, at which step, in which bucket and phase; or go
-on. Either way they have the parameters, and the checkpoint, of a step that all ranks took, and have
-given back files and shared memory.
+on. Either way they have the parameters of a step that all ranks took, and have given back files and
+shared memory. Simulated worlds play uneven nodes, and damage to any message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from fault_play import Seen, case_row, hashes_of
-from fault_rows import ENDS, FAULTY_STEP, SAVED_STEPS, STEPPING, Row, quick_rows, scenario_of
+from fault_rows import ENDS, FAULTY_STEP, STEPPING, Row, quick_rows, scenario_of
 from fault_rows import slow_rows as all_rows
 from world import CASE_SECONDS, World, WorldError
 
@@ -40,7 +40,7 @@ def run_row(worlds: Worlds, row: Row, folder: Path) -> None:
 
 def parameters() -> list[object]:
     quick = dict.fromkeys(quick_rows())
-    core = {row for row in quick if row.fault.startswith("no scale")}
+    core = {row for row in quick if row.fault == "no scale"}
     return [
         pytest.param(
             row,
@@ -57,8 +57,6 @@ def parameters() -> list[object]:
 def test_fault_of_one_rank(worlds: Worlds, tmp_path: Path, row: Row) -> None:
     run_row(worlds, row, tmp_path)
     ranks = set(range(row.scenario.world_size)) - ({row.victim} if row.ends_victim else set())
-    if row.phase == "forward":
-        ranks.discard(0)  # away
     all_seen = {rank: Seen.read(tmp_path, rank) for rank in ranks}
     if row.expected.error is None:
         assert {seen.outcome.error for seen in all_seen.values()} == {None}, all_seen
@@ -79,7 +77,7 @@ def check_errors(row: Row, all_seen: dict[int, Seen]) -> None:
     pattern = re.compile(place + expected.text.format(victim=row.victim, own=own))
     if expected.alike:
         assert len({seen.outcome.headline for seen in survivors.values()}) == 1, all_seen
-    if row.fault.startswith(("corrupt", "wrong")) or row.fault == "truncated":
+    if row.fault.startswith("corrupt") or row.fault == "truncated":
         survivors[row.victim] = victim  # which hears of it like the others
     for rank, seen in survivors.items():
         assert seen.outcome.error == expected.error, (rank, seen)
@@ -91,10 +89,7 @@ def check_errors(row: Row, all_seen: dict[int, Seen]) -> None:
 
 def check_steps(row: Row, all_seen: dict[int, Seen]) -> None:
     hashes = _hashes(row.way, row.exchange)
-    good = row.expected.error is None
-    taken = FAULTY_STEP + (good and row.phase in STEPPING)
-    saved = FAULTY_STEP if good and row.phase == "save" else SAVED_STEPS
+    taken = FAULTY_STEP + (row.expected.error is None and row.phase in STEPPING)
     for rank, seen in all_seen.items():
         assert seen.parameters == hashes[taken], (rank, seen)
-        assert seen.checkpoint == (saved, hashes[saved]), (rank, seen)
         assert seen.files == 0, (rank, seen)

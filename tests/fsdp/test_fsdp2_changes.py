@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from gathering import ONLY_GATHERS, Watch, built, differing, masters, targets_of
 from gathering import used_in_backward as used
-from outcomes import Outcome, attempt
+from on_ranks import on_ranks
+from outcomes import attempt
 from sharding import Sharding, bits, in_order
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 from world import World
 
-Worlds = Callable[[int], World]
 TWO = Sharding(1, 2, whole=True)
 EXACT = {"codec": "exact", "all_gather": "exact"}
 
@@ -57,7 +57,7 @@ def case_moved(seed: int, compressed: bool) -> bytes:
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_model_that_is_moved_and_comes_back_goes_on(world_of_2: World, seed: int) -> None:
     ours, theirs = (
         world_of_2.run(case_moved, seed=seed, compressed=each) for each in (True, False)
@@ -65,22 +65,17 @@ def test_a_model_that_is_moved_and_comes_back_goes_on(world_of_2: World, seed: i
     assert ours == theirs
 
 
-def case_left_elsewhere(ranks: tuple[int, ...]) -> list[Outcome]:
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+@on_ranks(2)
+def test_a_parameter_that_is_left_elsewhere_is_named(ranks: tuple[int, ...]) -> None:
     model, _ = two()
     TWO.backward(model, 0)
     if dist.get_rank() in ranks:
         model.blocks[1].bfloat16()
-    return [attempt(lambda: TWO.backward(model, 1)) for _ in range(2)]
-
-
-@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
-def test_a_parameter_that_is_left_elsewhere_is_named(
-    world_of_2: World, ranks: tuple[int, ...]
-) -> None:
-    for rank, outcomes in enumerate(world_of_2.run(case_left_elsewhere, ranks=ranks)):
-        assert outcomes[0].error == ("StateError" if rank in ranks else "PeerError")
-        for outcome in outcomes:
-            assert "'weight' is torch.bfloat16 on cpu, and was torch.float32 on cpu" in outcome.text
+    outcomes = [attempt(lambda: TWO.backward(model, 1)) for _ in range(2)]
+    assert outcomes[0].error == ("StateError" if dist.get_rank() in ranks else "PeerError")
+    for outcome in outcomes:
+        assert "'weight' is torch.bfloat16 on cpu, and was torch.float32 on cpu" in outcome.text
 
 
 # --- what FSDP2 settles in the first pass ---------------------------------------------------------
@@ -145,21 +140,16 @@ FACTS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def case_one_rank_differs(fact: str, passes: int) -> list[Outcome]:
+@pytest.mark.parametrize("fact", FACTS)
+@on_ranks(2)
+def test_ranks_that_would_call_other_collectives_are_named(fact: str) -> None:
     model, _ = two()
-    for step in range(passes):
-        TWO.backward(model, step)
     if dist.get_rank() == 1:
         FACTS[fact](model)
-    return [attempt(lambda: TWO.backward(model, passes)) for _ in range(2)]
-
-
-@pytest.mark.parametrize("fact", FACTS)
-def test_ranks_that_would_call_other_collectives_are_named(world_of_2: World, fact: str) -> None:
-    for outcomes in world_of_2.run(case_one_rank_differs, fact=fact, passes=0):
-        assert outcomes[0].error == "RankMismatchError"
-        assert outcomes[1].error
-        assert f"rank 1 differs from rank 0 in {fact}" in outcomes[0].text
+    outcomes = [attempt(lambda: TWO.backward(model, 0)) for _ in range(2)]
+    assert outcomes[0].error == "RankMismatchError"
+    assert outcomes[1].error
+    assert f"rank 1 differs from rank 0 in {fact}" in outcomes[0].text
 
 
 # --- kept gathers ---------------------------------------------------------------------------------
@@ -180,14 +170,15 @@ def change(model: Any, parameters: list[Any], how: str) -> None:
                 parameter.mul_(1.25)
 
 
-def case_changed(seed: int) -> list[list[str]]:
-    """Parameters that a backward pass does not compute with as they are then, by step: drawn are
-    the moment of changes, their kind, and evaluations in between.
-    """
+@pytest.mark.torch_core
+@pytest.mark.parametrize("seed", range(3))
+@on_ranks(4)
+def test_kept_gathers_never_answer_for_parameters_that_were_changed(seed: int) -> None:
+    """Drawn are the moment of changes, their kind, and evaluations in between."""
     rng = random.Random(seed)
-    model = built("plain")
+    model = built()
     gradferry.fsdp.attach(model, all_gather="q4", keep_gathered=True, **ONLY_GATHERS)
-    parameters, wrong = in_order(model), []  # as optimizers have them
+    parameters = in_order(model)  # as optimizers have them
 
     def meddle() -> None:
         for _ in range(rng.randrange(3)):
@@ -196,31 +187,23 @@ def case_changed(seed: int) -> list[list[str]]:
                 with torch.no_grad():
                     model(targets_of(model, torch.float32))
 
-    for _ in range(6):
+    for step in range(6):
         meddle()
         targets = targets_of(model, torch.float32)
         loss = model(targets)
         meddle()
         loss.backward()
         blocks = {name: each for name, each in used(targets).items() if "blocks" in name}
-        wrong.append(differing(blocks, masters(model), "q4", torch.float32, {}))
-    return wrong
+        assert differing(blocks, masters(model), "q4", torch.float32, {}) == [], (seed, step)
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("seed", range(3))
-def test_kept_gathers_never_answer_for_parameters_that_were_changed(
-    worlds: Worlds, seed: int
-) -> None:
-    assert worlds(4).run(case_changed, seed=seed) == [[[]] * 6] * 4
-
-
-def case_checkpointed(reentrant: bool) -> list[int]:
-    """Bytes of gathers before and after each backward pass, where whole modules are repeated."""
-    model: Any = built("plain")
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(4)
+def test_kept_gathers_answer_passes_that_checkpointing_repeats(reentrant: bool) -> None:
+    model: Any = built()
     state = gradferry.fsdp.attach(model, all_gather="q8", keep_gathered=True, **ONLY_GATHERS)
     watch, wholes, sent = Watch(model), masters(model), []
-
     for _ in range(2):
         targets = targets_of(model, torch.float32)
         flag = torch.ones((), requires_grad=True)
@@ -231,23 +214,19 @@ def case_checkpointed(reentrant: bool) -> list[int]:
         loss.backward()
         sent.append(state.stats()["wire_bytes"])
         assert not differing(watch.seen, wholes, "q8", torch.float32, {})
-    return sent
-
-
-@pytest.mark.torch_core
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_kept_gathers_answer_passes_that_checkpointing_repeats(
-    worlds: Worlds, reentrant: bool
-) -> None:
-    for first, second, third, fourth in worlds(4).run(case_checkpointed, reentrant=reentrant):
-        assert 0 < first == second < third == fourth
+    assert 0 < sent[0] == sent[1] < sent[2] == sent[3]
 
 
 # --- passes that are broken off, and gathers for nothing ------------------------------------------
 
 
-def case_broken_off(seed: int) -> list[Any]:
-    """What can be saved after an exception in a drawn module, and FSDP2's own recovery."""
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="this torch does not recover"
+)
+@pytest.mark.parametrize("seed", range(3))
+@on_ranks(2)
+def test_a_state_can_be_saved_after_fsdp2s_own_recovery(seed: int) -> None:
+    """From an exception in a drawn module."""
     rng = random.Random(seed)
     model, state = two(codec="q4", scatter_feedback="worker")
 
@@ -263,47 +242,32 @@ def case_broken_off(seed: int) -> list[Any]:
     with pytest.raises(ArithmeticError):
         model(targets).backward()
     model.reset_iter_state()
-    saved = [next(iter(state.state_dict().values()))["steps"]]
+    before = next(iter(state.state_dict().values()))["steps"]
+    assert before in (1, 2)
     state.load_state_dict(state.state_dict())
     TWO.backward(model, 2)
-    return [*saved, next(iter(state.state_dict().values()))["steps"]]
+    assert next(iter(state.state_dict().values()))["steps"] == before + 1
 
 
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "reset_iter_state"), reason="this torch does not recover"
-)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_state_can_be_saved_after_fsdp2s_own_recovery(world_of_2: World, seed: int) -> None:
-    for before, after in world_of_2.run(case_broken_off, seed=seed):
-        assert before in (1, 2)
-        assert after == before + 1
-
-
-def case_left_out() -> dict[str, list[str]]:
+@pytest.mark.torch_core
+@on_ranks(4)
+def test_a_gather_that_nobody_has_used_is_of_no_later_pass() -> None:
     """A module that is gathered ahead and left out, within and before exact gathers."""
     model: Any = built("wide")
     state = gradferry.fsdp.attach(model, all_gather="q4", **ONLY_GATHERS)
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
-    watch, wholes, found = Watch(model), masters(model), {}
+    watch, wholes = Watch(model), masters(model)
 
-    def forward(name: str, codec: str, leaves_out: bool) -> None:
+    def forward(codec: str, leaves_out: bool) -> None:
         targets, watch.seen = targets_of(model, torch.float32), {}
         if leaves_out:
             targets["blocks.1"] = {}
         with torch.no_grad():
             model(targets)
-        found[name] = differing(watch.seen, wholes, codec, torch.float32, {})
+        assert differing(watch.seen, wholes, codec, torch.float32, {}) == []
 
-    forward("before", "q4", leaves_out=True)
+    forward("q4", leaves_out=True)
     with state.exact_gathers():
-        forward("exact", "exact", leaves_out=False)
-        forward("exact, left out", "exact", leaves_out=True)
-    forward("after", "q4", leaves_out=False)
-    return found
-
-
-@pytest.mark.torch_core
-def test_a_gather_that_nobody_has_used_is_of_no_later_pass(worlds: Worlds) -> None:
-    for found in worlds(4).run(case_left_out):
-        assert len(found) == 4
-        assert not any(found.values()), found
+        forward("exact", leaves_out=False)
+        forward("exact", leaves_out=True)
+    forward("q4", leaves_out=False)

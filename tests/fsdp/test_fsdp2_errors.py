@@ -16,118 +16,280 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
+from gathering import ONLY_GATHERS, built, targets_of
 from gradferry.averaging import step_numbers
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from own_groups import own_group
-from sharding import SHAPES, Model, Sharding, assert_refused, attached
-from stepping import texts
+from relays import Relays
+from sharding import SHAPES, Chosen, Model, Sharding, attached, bits
+from stepping import texts, warned
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.optim import SGD
+from torch.utils._pytree import tree_map_only
 from world import World
 
 Worlds = Callable[[int], World]
+HYBRID, FOUR = Sharding(), Sharding(1, 4)
 
 
-def case_refused() -> dict[str, Outcome]:
-    sharding = Sharding()
-    mesh = sharding.mesh()
+# --- at attach ------------------------------------------------------------------------------------
 
-    def attached_to(model: Any, group: Any = None, **options: Any) -> Outcome:
-        options = {"codec": "q4", **options}
-        return attempt(
-            lambda: gradferry.fsdp.attach(
-                model, replicate_group=mesh["replica"] if group is None else group, **options
-            )
-        )
 
-    found = {
-        "no module": attached_to(3),
-        "not sharded": attached_to(Model()),
-        "FSDP1": attached_to(FullyShardedDataParallel(Model(), device_id=torch.device("cpu"))),
-        "native replicas": attached_to(sharding.model(mesh)),
-        "two dimensions": attached_to(sharding.model(mesh["shard"]), mesh),
-        "shard group": attached_to(sharding.model(mesh["shard"]), mesh["shard"]),
-        "auto": attached_to(sharding.model(mesh["shard"]), codec="auto"),
-        "unknown codec": attached_to(sharding.model(mesh["shard"]), codec="q5"),
-        "unequal replicas": attached_to(sharding.model(mesh["shard"], seed=dist.get_rank() // 2)),
-        "unequal codecs": attached_to(
-            sharding.model(mesh["shard"]), codec=("q4", "q8")[dist.get_rank() // 2]
-        ),
-    }
+def replicas(
+    mesh: DeviceMesh, model: Any = None, group: Any = None, codec: str = "q4", **options: Any
+) -> None:
+    model = HYBRID.model(mesh["shard"]) if model is None else model
+    group = mesh["replica"] if group is None else group
+    gradferry.fsdp.attach(model, codec, replicate_group=group, **options)
+
+
+def scatter(mesh: DeviceMesh, codec: str = "q4", **options: Any) -> None:
+    model = FOUR.model(mesh["shard"])
+    gradferry.fsdp.attach(model, codec, **{"all_gather": "off", **options})
+
+
+def gathers(mesh: DeviceMesh, model: Any = None, **options: Any) -> None:
+    """What is refused has changed no bit."""
+    model = built("plain") if model is None else model
+    before = bits(model) if isinstance(model, Model) else b""
+    try:
+        gradferry.fsdp.attach(model, **options)
+    finally:
+        assert not before or before == bits(model)
+
+
+def of_rank(*values: Any) -> Any:
+    return values[dist.get_rank() % len(values)]
+
+
+def of_fsdp1() -> Any:
+    return FullyShardedDataParallel(Model(), device_id=torch.device("cpu"))
+
+
+def meta_model(mesh: DeviceMesh) -> Any:
     with torch.device("meta"):
-        meta = Model()
-    fully_shard(meta, mesh=mesh["shard"])
-    found["meta"] = attached_to(meta)
-    mixed = Model()
-    fully_shard(mixed.blocks[0], mesh=mesh["replica"])
-    fully_shard(mixed, mesh=mesh["shard"])
-    found["two meshes"] = attached_to(mixed)
-    model = sharding.model(mesh["shard"])
-    found["first"] = attached_to(model)
-    found["second"] = attached_to(model)
+        model = Model()
+    return fully_shard(model, mesh=mesh["shard"])
+
+
+def model_of_two_meshes(mesh: DeviceMesh) -> Any:
+    model = Model()
+    fully_shard(model.blocks[0], mesh=mesh["replica"])
+    return fully_shard(model, mesh=mesh["shard"])
+
+
+def linear(mesh: DeviceMesh, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    return fully_shard(nn.Linear(64, 64).to(dtype), mesh=mesh["shard"], **options)
+
+
+class _Custom:
+    def allocate(self, *size: Any, **options: Any) -> torch.Tensor:
+        return torch.empty(*size, **options)
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise AssertionError
+
+
+def model_of_custom_gathers(_: DeviceMesh) -> Any:
+    model: Any = built("plain")
+    model.set_custom_all_gather(_Custom())
+    return model
+
+
+def model_that_allocates(_: DeviceMesh) -> Any:
+    model: Any = built("plain")
+    model.blocks[0].set_allocate_memory_from_process_group_for_comm(True)
+    return model
+
+
+class Encoded(torch.Tensor):
+    """A tensor that encodes itself for the all-gather."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Encoded:
+        like = {"strides": inner.stride(), "dtype": inner.dtype, "device": inner.device}
+        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), **like)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_map_only(Encoded, lambda each: each.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, Encoded, func(*given[0], **given[1]))
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        raise AssertionError
+
+    def fsdp_post_all_gather(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+
+def encoded_model(mesh: DeviceMesh) -> Any:
+    model = nn.Linear(64, 64, bias=False)
+    model.weight = nn.Parameter(Encoded(torch.ones(64, 64)))
+    return fully_shard(model, mesh=mesh["shard"])
+
+
+def twice(attach: Callable[..., None], mesh: DeviceMesh, **options: Any) -> None:
+    model = built("plain") if attach is gathers else HYBRID.model(mesh["shard"])
+    attach(mesh, model, **options)
+    attach(mesh, model, **options)
+
+
+def replicas_without_all_reduce(mesh: DeviceMesh) -> None:
+    """The error of a pass is that of all later ones."""
+    model: Any = HYBRID.model(mesh["shard"])
+    replicas(mesh, model)
     model.set_requires_all_reduce(False)
-    loss = model(sharding.targets(0, 0, dist.get_rank()))
-    found["no all-reduce"] = attempt(loss.backward)
+    loss = model(HYBRID.targets(0, 0, dist.get_rank()))
+    assert attempt(loss.backward).error == "StateError"
     model.set_requires_all_reduce(True)
-    found["after an error"] = attempt(lambda: sharding.backward(model, 0))
-    return found
+    HYBRID.backward(model, 0)
 
 
-TEXTS = {
-    "no module": "model must be a module, not int",
-    "not sharded": "no parameters under FSDP2 that require grad",
-    "FSDP1": "(FSDP1), whose communication hooks take no hybrid sharding",
-    "native replicas": "over replicas itself, since its mesh has two dimensions; shard over one",
-    "two dimensions": "a mesh of 2 dimensions",
-    "shard group": "of this rank's shard group; give the ranks",
-    "auto": "codec='auto' tries codecs in the steps of DistributedDataParallel",
-    "unknown codec": "q5",
-    # Ranks of the world: shard 0 is on ranks 0 and 2, shard 1 on 1 and 3.
-    "unequal replicas": "rank {second} differs from rank {first} in values of 'table', in which",
-    "unequal codecs": "rank {second} differs from rank {first} in codec",
-    "meta": "is on the meta device; attach after model.to_empty",
-    "two meshes": "shard all modules over one mesh",
-    "second": "gradferry is attached to this model already",
-    "no all-reduce": "set_requires_all_reduce(False)",
-    "after an error": "set_requires_all_reduce(False)",
+def premultiplied_scatter(mesh: DeviceMesh) -> None:
+    model: Any = FOUR.model(mesh["shard"])
+    gradferry.fsdp.attach(model, "q4", all_gather="off")
+    model.set_gradient_divide_factor(3.0)
+    FOUR.backward(model, 0)
+
+
+Row = tuple[Callable[[DeviceMesh], None], str]
+# By way and kind of error: what is called, and what the error names. Of replicas, shard 0 is on
+# ranks 0 and 2 of the world, shard 1 on 1 and 3.
+REFUSED: dict[str, dict[str, list[Row]]] = {
+    "replicas": {
+        "ConfigError": [
+            (lambda m: replicas(m, 3), "a module, not int"),
+            (lambda m: replicas(m, Model()), "no parameters under FSDP2"),
+            (lambda m: replicas(m, of_fsdp1()), "(FSDP1)"),
+            (lambda m: replicas(m, HYBRID.model(m)), "over replicas itself"),
+            (lambda m: replicas(m, group=m), "a mesh of 2 dimensions"),
+            (lambda m: replicas(m, group=m["shard"]), "this rank's shard group"),
+            (lambda m: replicas(m, codec="auto"), "codec='auto'"),
+            (lambda m: replicas(m, codec="q5"), "q5"),
+            (lambda m: replicas(m, meta_model(m)), "attach after model.to_empty"),
+            (lambda m: replicas(m, model_of_two_meshes(m)), "over one mesh"),
+            (lambda m: twice(replicas, m), "attached to this model already"),
+        ],
+        "RankMismatchError": [
+            (
+                lambda m: replicas(m, HYBRID.model(m["shard"], seed=dist.get_rank() // 2)),
+                "rank {second} differs from rank {first} in values of 'table'",
+            ),
+            (
+                lambda m: replicas(m, codec=of_rank("q4", "q4", "q8", "q8")),
+                "rank {second} differs from rank {first} in codec",
+            ),
+        ],
+        "StateError": [(replicas_without_all_reduce, "set_requires_all_reduce(False)")],
+    },
+    "scatter": {
+        "ConfigError": [
+            (lambda m: scatter(m, scatter_feedback="owner"), "'worker' and 'none'"),
+            (lambda m: scatter(m, error_feedback="worker"), "error_feedback='worker'"),
+            (lambda m: scatter(m, momentum=0.9), "momentum=0.9"),
+            (lambda m: scatter(m, reduce_scatter="off"), "nothing is left to compress"),
+            (lambda m: scatter(m, "sign1"), "scatter_feedback='worker'"),
+            (lambda m: scatter(m, rules=[{"codec": "topk"}]), "scatter_feedback="),
+            (lambda m: scatter(m, "auto"), "codec='auto'"),
+        ],
+        "RankMismatchError": [
+            (
+                lambda m: scatter(m, of_rank("q4", "q8", "q4", "q4")),
+                "rank 1 differs from rank 0 in reduce_scatter",
+            ),
+        ],
+        "StateError": [(premultiplied_scatter, "set_force_sum_reduction_for_comms(True)")],
+    },
+    "gathers": {
+        "ConfigError": [
+            *(
+                (lambda m, c=codec: gathers(m, all_gather=c), f"all_gather='{codec}'")
+                for codec in ("rht:bits=4", "topk", "sign1", "q9")
+            ),
+            (
+                lambda m: gathers(m, all_gather_rules=[{"codec": "topk"}]),
+                "all_gather_rules[0]['codec']='topk",
+            ),
+            (lambda m: gathers(m, all_gather_rules=[{"kodec": "q4"}]), "'kodec'"),
+            (lambda m: gathers(m, codec="q9", **ONLY_GATHERS), "q9"),
+            (lambda m: gathers(m, reduce_scatter=None), "None"),
+            (lambda m: gathers(m, keep_gathered=1), "keep_gathered=1"),
+            (lambda m: gathers(m, all_gather="off", keep_gathered=True), "keep_gathered=True"),
+            (
+                lambda m: gathers(m, all_gather="off", all_gather_rules=[{"codec": "q4"}]),
+                "give all_gather",
+            ),
+            (
+                lambda m: gathers(m, all_gather=of_rank("q8", "q8", "topk", "q8")),
+                "rank 2: all_gather='topk'",
+            ),
+            (lambda m: gathers(m, model_of_custom_gathers(m)), "not FSDP2's own"),
+            (lambda m: gathers(m, model_that_allocates(m)), "not FSDP2's own"),
+            (lambda m: gathers(m, linear(m, torch.float64), **ONLY_GATHERS), "torch.float64"),
+            (lambda m: gathers(m, encoded_model(m)), "Encoded"),
+            (lambda m: twice(gathers, m, **ONLY_GATHERS), "this model already"),
+        ],
+        "RankMismatchError": [
+            (
+                lambda m: gathers(m, all_gather=of_rank("q8", "q4", "q8", "q8")),
+                "rank 1 differs from rank 0 in all_gather: 'q4' instead of 'q8'",
+            ),
+            (
+                lambda m: gathers(m, keep_gathered=of_rank(False, False, True, False)),
+                "rank 2 differs from rank 0 in keep_gathered",
+            ),
+            (
+                lambda m: gathers(m, all_gather_rules=of_rank(None, None, None, [{"codec": "q4"}])),
+                "rank 3 differs from rank 0 in rules",
+            ),
+        ],
+    },
 }
-KINDS = {
-    "unequal replicas": "RankMismatchError",
-    "unequal codecs": "RankMismatchError",
-    "no all-reduce": "StateError",
-    "after an error": "StateError",
-}
+if hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn"):
+    of_two_dtypes = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        param_dtype_override_fn=lambda p: p.dtype if p.ndim == 1 else None,
+    )
+    REFUSED["gathers"]["ConfigError"].append(
+        (lambda m: gathers(m, linear(m, mp_policy=of_two_dtypes)), "'bias' in torch.float32")
+    )
 
 
 @pytest.mark.torch_core
-def test_what_cannot_be_hooked_is_refused_with_a_reason(worlds: Worlds) -> None:
-    for rank, found in enumerate(worlds(4).run(case_refused)):
-        assert found.pop("first").error is None
-        assert_refused(found, TEXTS, KINDS, first=rank % 2, second=2 + rank % 2)
+@pytest.mark.parametrize("way", REFUSED)
+@on_ranks(4)
+def test_what_cannot_be_hooked_is_refused_with_a_reason(way: str) -> None:
+    mesh = (HYBRID if way == "replicas" else FOUR).mesh()
+    first = dist.get_rank() % 2
+    for kind, rows in REFUSED[way].items():
+        for call, text in rows:
+            outcome = attempt(lambda: call(mesh))  # noqa: B023
+            assert outcome.error == kind, (text, outcome)
+            assert text.format(first=first, second=2 + first) in outcome.text, outcome
 
 
-def case_bad_gradient(rank: int) -> dict[str, Any]:
-    """Rank `rank` cannot go on; the other replica of its shard hears why."""
-    sharding = Sharding()
-    model, state = attached(sharding, nonfinite="raise")
-    sharding.backward(model, 0)
-    targets = sharding.targets(1, 0, dist.get_rank())
-    if dist.get_rank() == rank:
-        targets["blocks.0"]["weight"][[0, -1], 0] = float("nan")  # one row of each shard
-    outcome = attempt(lambda: model(targets).backward())
-    return {"outcome": outcome, "ended": attempt(state.state_dict)}
-
-
-def test_replicas_raise_the_same_error(worlds: Worlds) -> None:
-    answers = worlds(4).run(case_bad_gradient, rank=2)
-    for rank, answer in enumerate(answers):
-        outcome = answer["outcome"]
-        assert outcome.error == "StateError"
-        assert "blocks.0.weight" in outcome.text
-        assert outcome.headline == answers[rank % 2]["outcome"].headline
-        assert answer["ended"].error == "StateError"
+@pytest.mark.torch_core
+@on_ranks(1)
+def test_a_rank_alone_gathers_nothing() -> None:
+    sharding = Sharding(1, 1)
+    models = [sharding.model(sharding.mesh()["shard"]) for _ in range(2)]
+    refused = attempt(lambda: gradferry.fsdp.attach(models[0], "q4", all_gather="q8"))
+    assert refused.error == "ConfigError"
+    assert "one rank, which gathers nothing" in refused.text
+    gradferry.fsdp.attach(models[1], "q4")
+    sharding.backward(models[1], 0)
 
 
 @contextlib.contextmanager
@@ -137,7 +299,8 @@ def hears_late(said: Store) -> Iterator[None]:
     """
     from gradferry.core.rendezvous import store_of
 
-    meet = _rendezvous().meet
+    rendezvous = sys.modules["gradferry.fsdp.rendezvous"]
+    meet = rendezvous.meet
 
     def late(group: Any, longest: Any, purpose: str, beside: Any = None) -> None:
         if purpose == "hear of an error" and dist.get_rank() == 3:
@@ -148,34 +311,8 @@ def hears_late(said: Store) -> Iterator[None]:
             store.wait([f"{store.add('number', 0)}/rank/1"])
         meet(group, longest, purpose, beside)
 
-    with mock.patch.object(_rendezvous(), "meet", late):
+    with mock.patch.object(rendezvous, "meet", late):
         yield
-
-
-def _rendezvous() -> Any:
-    return sys.modules["gradferry.fsdp.rendezvous"]
-
-
-def case_no_group(given: Any) -> list[Outcome]:
-    """Rank 2 names no group of replicas, and cannot tell its replica on rank 0."""
-    from gradferry.core.rendezvous import store_of
-
-    said = store_of(dist.new_group())
-    sharding = Sharding()
-    mesh = sharding.mesh()
-    model = sharding.model(mesh["shard"])
-    own = own_group("own", dist.HashStore(), 0, 1)
-    wrong = {"shard": mesh["shard"], "own": own}.get(given, given)
-    group = wrong if dist.get_rank() == 2 else mesh["replica"]
-    with hears_late(said):
-        refused = attempt(lambda: gradferry.fsdp.attach(model, "q4", group))
-        if dist.get_rank() == 3 and not said.check(["rank 3"]):
-            said.set("rank 3", "has gone on")
-        return [
-            refused,
-            attempt(lambda: gradferry.fsdp.attach(model, "q4", mesh["replica"])),
-            attempt(lambda: sharding.backward(model, 0)),
-        ]
 
 
 # What one rank gives for its group, and the error.
@@ -189,202 +326,335 @@ NO_REPLICAS = {
 
 @pytest.mark.torch_core
 @pytest.mark.parametrize("given", NO_REPLICAS, ids=["missing", "wrong", "shards", "unknown"])
-def test_a_rank_without_replicate_group_does_not_keep_the_others_waiting(
-    worlds: Worlds, given: Any
-) -> None:
-    # Groups of a mesh wait for five minutes, and a case has one.
-    text = NO_REPLICAS[given]
-    for rank, (refused, *later) in enumerate(worlds(4).run(case_no_group, given=given)):
-        assert refused.error == "ConfigError"
-        assert refused.text.startswith(text if rank == 2 else f"rank 2: {text}"), refused.text
-        assert [outcome.error for outcome in later] == [None, None]
+@on_ranks(4)
+def test_a_rank_without_replicate_group_does_not_keep_the_others_waiting(given: Any) -> None:
+    """Rank 2 cannot tell its replica on rank 0. Groups of a mesh wait for five minutes, and a case
+    has one.
+    """
+    from gradferry.core.rendezvous import store_of
+
+    said = store_of(dist.new_group())
+    mesh = HYBRID.mesh()
+    model = HYBRID.model(mesh["shard"])
+    own = own_group("own", dist.HashStore(), 0, 1)
+    wrong = {"shard": mesh["shard"], "own": own}.get(given, given)
+    rank, text = dist.get_rank(), NO_REPLICAS[given]
+    with hears_late(said):
+        refused = attempt(
+            lambda: gradferry.fsdp.attach(model, "q4", wrong if rank == 2 else mesh["replica"])
+        )
+        if rank == 3 and not said.check(["rank 3"]):
+            said.set("rank 3", "has gone on")
+        gradferry.fsdp.attach(model, "q4", mesh["replica"])
+        HYBRID.backward(model, 0)
+    assert refused.error == "ConfigError"
+    assert refused.text.startswith(text if rank == 2 else f"rank 2: {text}"), refused.text
 
 
-def case_late_error() -> list[Outcome]:
-    sharding = Sharding()
-    model, _ = attached(sharding)
-    if dist.get_rank() >= 2:
-        model.blocks[0].weight.requires_grad_(False)
-    return [attempt(lambda: sharding.backward(model, 0)) for _ in range(2)]
+@pytest.mark.torch_core
+@on_ranks(4)
+def test_all_shards_hear_of_an_error_in_one() -> None:
+    mesh = HYBRID.mesh()
+    for frozen in (False, True):
+        model: Any = HYBRID.model(mesh["shard"])
+        model.table.requires_grad_(not frozen)
+        if dist.get_rank() == 2:
+            with torch.no_grad():
+                model.table.to_local().add_(1.0)
+        outcome = attempt(lambda: gradferry.fsdp.attach(model, "q4", mesh["replica"]))  # noqa: B023
+        assert outcome.error == "RankMismatchError"
+        assert "values of 'table'" in outcome.text
 
 
-def test_error_of_a_replica_names_its_rank_in_the_world(worlds: Worlds) -> None:
-    text = "requires_grad of 'weight' has changed in 'blocks.0' since attach"
-    for rank, outcomes in enumerate(worlds(4).run(case_late_error)):
-        for outcome in outcomes:
-            assert text in outcome.text, outcome
-            if rank < 2:
-                assert f"rank {rank + 2}: {text}" in outcome.text
+# --- what is said ---------------------------------------------------------------------------------
 
 
-def case_unsharded_part() -> list[str]:
-    sharding = Sharding()
-    mesh = sharding.mesh()
+@on_ranks(4)
+def test_parameters_outside_are_named() -> None:
+    mesh = HYBRID.mesh()
     torch.manual_seed(0)
     model = Model()
     fully_shard(model.blocks[0], mesh=mesh["shard"])
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with texts(__file__) as said:
         gradferry.fsdp.attach(model, "q4", mesh["replica"])
-    return [str(each.message) for each in warned]
-
-
-def test_parameters_outside_are_named(worlds: Worlds) -> None:
-    for warned in worlds(4).run(case_unsharded_part):
-        count = sum(len(shapes) for shapes in SHAPES.values()) - len(SHAPES["blocks.0"])
-        assert len(warned) == 1
-        assert f"gradients of 'table' and {count - 1} more" in warned[0]
-
-
-def case_block_alone(siblings: str) -> list[str]:
-    sharding = Sharding()
-    mesh = sharding.mesh()
-    model = sharding.model(mesh["shard"])
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        gradferry.fsdp.attach(model.blocks[0], "q4", mesh["replica"])
-        if siblings == "frozen":
-            model.table.requires_grad_(False)
-            model.scale.requires_grad_(False)
-            model.blocks[1].requires_grad_(False)
-        for step in range(2):
-            model(sharding.targets(step, 0, dist.get_rank()))
-    return [str(each.message) for each in warned]
+    count = sum(len(shapes) for shapes in SHAPES.values()) - len(SHAPES["blocks.0"])
+    (text,) = said
+    assert f"'table' and {count - 1} more" in text
 
 
 @pytest.mark.parametrize("siblings", ["trained", "frozen"])
-def test_part_of_a_sharded_model_is_warned_of_once_it_is_known(
-    worlds: Worlds, siblings: str
-) -> None:
-    for warned in worlds(4).run(case_block_alone, siblings=siblings):
-        assert len(warned) == (1 if siblings == "trained" else 0), warned
-        for text in warned:
-            assert "attach was called on a part of a sharded model: the gradients of" in text
-            assert "'the model' and 1 more are not averaged over replicas" in text
-
-
-def case_warning_is_an_error(of: str) -> tuple[list[Outcome], int]:
-    """Two passes, and the calls that took the backend's collective. On rank 0 warnings are errors:
-    of a parameter without a gradient, or of a block that is attached alone.
-    """
-    sharding = Sharding(2, 1, without=(("blocks.0", "bias"),) if of == "parts" else ())
-    mesh = sharding.mesh()
-    model = sharding.model(mesh["shard"])
-    attached_to = model if of == "parts" else model.blocks[0]
-    state = gradferry.fsdp.attach(attached_to, "q4", mesh["replica"])
-    outcomes = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if dist.get_rank() else "error", gradferry.GradferryWarning)
+@on_ranks(4)
+def test_part_of_a_sharded_model_is_warned_of_once_it_is_known(siblings: str) -> None:
+    mesh = HYBRID.mesh()
+    model: Any = HYBRID.model(mesh["shard"])
+    with warned() as said:
+        gradferry.fsdp.attach(model.blocks[0], "q4", mesh["replica"])
+        if siblings == "frozen":
+            for part in (model.table, model.scale, model.blocks[1]):
+                part.requires_grad_(False)
         for step in range(2):
-            outcomes.append(attempt(lambda step=step: sharding.backward(model, step)))
-            if outcomes[-1].error:
-                break
-    return outcomes, state.stats()["fallbacks"]
+            model(HYBRID.targets(step, 0, dist.get_rank()))
+    assert len(said) == (1 if siblings == "trained" else 0)
+    assert all("'the model' and 1 more" in str(each.message) for each in said)
 
 
 @pytest.mark.parametrize("of", ["parts", "block"])
-def test_a_warning_that_is_an_error_on_one_rank_ends_all(world_of_2: World, of: str) -> None:
-    (first, counted), (second, also) = world_of_2.run(case_warning_is_an_error, of=of)
-    assert first[-1].error == "GradferryWarning"
-    assert second[-1].error == "PeerError"
-    assert f"rank 0: GradferryWarning: {first[-1].text}" in second[-1].text
-    assert counted == also == (of == "parts")  # both were in the collective
-
-
-# --- what changes after attach --------------------------------------------------------------------
-
-
-def case_changed() -> dict[str, Outcome]:
-    sharding = Sharding()
-    mesh = sharding.mesh()
-
-    def trained(change: Callable[[Any], None], frozen: bool = False) -> Outcome:
-        model = sharding.model(mesh["shard"])
-        if frozen:
-            model.blocks[0].requires_grad_(False)
-        gradferry.fsdp.attach(model, "q4", mesh["replica"])
-        change(model)
-        return attempt(lambda: sharding.backward(model, 0))
-
-    def swap(model: Any) -> None:
-        model.blocks[0].weight.requires_grad_(False)
-
-    def assign(model: Any) -> None:
-        model.load_state_dict(sharding.model(mesh["shard"]).state_dict(), assign=True)
-
-    later = Model()
-    for module in later.blocks:
-        fully_shard(module, mesh=mesh["shard"])
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in later.parameters():
-            parameter.zero_()
+@on_ranks(2)
+def test_a_warning_that_is_an_error_on_one_rank_ends_all(of: str) -> None:
+    """On rank 0 warnings are errors: of a parameter without a gradient, or of a block that is
+    attached alone.
+    """
+    sharding = Sharding(2, 1, without=(("blocks.0", "bias"),) if of == "parts" else ())
+    mesh, rank = sharding.mesh(), dist.get_rank()
+    model: Any = sharding.model(mesh["shard"])
+    target = model if of == "parts" else model.blocks[0]
+    state = gradferry.fsdp.attach(target, "q4", mesh["replica"])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the root is not sharded
-        gradferry.fsdp.attach(later, "q4", mesh["replica"])
-    fully_shard(later, mesh=mesh["shard"])
-    return {
-        "unfrozen": trained(lambda model: model.blocks[0].requires_grad_(True), frozen=True),
-        "frozen": trained(swap),
-        "assigned": trained(assign),
-        "sharded later": attempt(lambda: sharding.backward(later, 0)),
-    }
+        warnings.simplefilter("ignore" if rank else "error", gradferry.GradferryWarning)
+        for step in range(2):
+            outcome = attempt(lambda: sharding.backward(model, step))  # noqa: B023
+            if outcome.error:
+                break
+    assert outcome.error == ("PeerError" if rank else "GradferryWarning")
+    assert rank == 0 or "rank 0: GradferryWarning: " in outcome.text
+    assert state.stats()["fallbacks"] == (of == "parts")  # both were in the collective
 
 
-@pytest.mark.torch_core
-def test_changes_after_attach_are_errors(worlds: Worlds) -> None:
-    texts = {
-        "unfrozen": "requires_grad of 'weight' has changed in 'blocks.0' since attach",
-        "frozen": "requires_grad of 'weight' has changed in 'blocks.0' since attach",
-        "assigned": "was replaced, as load_state_dict(assign=True) does",
-        "sharded later": "fully_shard was called on 'the model' after attach",
-    }
-    for found in worlds(4).run(case_changed):
-        assert_refused(found, texts, dict.fromkeys(texts, "StateError"))
+# --- in training ----------------------------------------------------------------------------------
 
 
-def case_one_shard_differs(frozen: bool) -> Outcome:
-    sharding = Sharding()
-    mesh = sharding.mesh()
-    model = sharding.model(mesh["shard"])
-    if frozen:
-        model.table.requires_grad_(False)
+@pytest.mark.parametrize("sharding", [HYBRID, FOUR], ids=["replicas", "scatter"])
+@on_ranks(4)
+def test_all_ranks_of_an_exchange_raise_the_error_of_one(sharding: Sharding) -> None:
+    model, state = attached(sharding, nonfinite="raise")
+    sharding.backward(model, 0)
+    targets = sharding.targets(1, 0, dist.get_rank())
     if dist.get_rank() == 2:
+        targets["blocks.0"]["weight"][[0, -1], 0] = float("nan")  # of two shards
+    outcome = attempt(lambda: model(targets).backward())
+    assert outcome.error == "StateError"
+    assert "blocks.0.weight" in outcome.text
+    headlines: list[Any] = [None] * 4
+    dist.all_gather_object(headlines, outcome.headline)
+    same = {dist.get_rank() % 2, dist.get_rank() % 2 + 2} if sharding is HYBRID else set(range(4))
+    assert {headlines[rank] for rank in same} == {outcome.headline}
+    assert attempt(state.state_dict).error == "StateError"
+
+
+class Two(Chosen):
+    """A sharded module in another one: a backward pass gathers once."""
+
+    def __init__(self) -> None:
+        super().__init__({"table": (97, 130)}, torch.float32)
+        self.inner = Chosen({"weight": (61, 140)}, torch.float32)
+
+    def forward(self, targets: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward(targets) + self.inner(targets)
+
+
+def case_damaged(where: str, lane: str, shards: int = 4, **options: Any) -> dict[str, Any]:
+    """One bit flips on the way from rank 1 to one other rank."""
+    mesh = Sharding(4 // shards, shards).mesh()
+    if shards < 4:
+        options["replicate_group"] = mesh["replica"]
+    torch.manual_seed(5)
+    model: Any = Two()
+    for module in (model.inner, model):
+        fully_shard(module, mesh=mesh["shard"])
+    relays = Relays()
+    with relays.between() if dist.get_rank() == 1 else contextlib.nullcontext():
+        state = gradferry.fsdp.attach(model, "q4", **options)
+    targets = {"table": torch.ones(97, 130), "weight": torch.ones(61, 140)}
+
+    def damage(*_: object) -> None:
+        if dist.get_rank() == 1:
+            relays.damage(lane)
+
+    model(targets).backward()
+    if where == "evaluation":  # of the inner module, which is gathered last
+        handle = model.register_forward_pre_hook(damage)
         with torch.no_grad():
-            model.table.to_local().add_(1.0)
-    return attempt(lambda: gradferry.fsdp.attach(model, "q4", mesh["replica"]))
+            outcome = attempt(lambda: model(targets))
+        handle.remove()
+    elif where == "forward":
+        damage()
+        outcome = attempt(lambda: model(targets).backward())
+    else:
+        model.set_requires_gradient_sync(where == "backward")
+        loss = model(targets)
+        damage()
+        outcome = attempt(loss.backward)
+    return {
+        "outcome": outcome,
+        "again": attempt(lambda: model(targets)),
+        "in_flight": state.stats()["in_flight"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("where", "lane", "options"),
+    [
+        ("forward", "gather", {}),
+        ("evaluation", "gather", {}),
+        ("backward", "gather", {"reduce_scatter": "off"}),
+        ("accumulation", "gather", {}),
+        ("backward", "scatter", {}),
+    ],
+)
+def test_a_flipped_bit_is_one_error_on_all_ranks(
+    worlds: Worlds, where: str, lane: str, options: dict[str, Any]
+) -> None:
+    answers = worlds(4).run(case_damaged, where=where, lane=lane, **options)
+    assert len({answer["outcome"].headline for answer in answers}) == 1
+    for answer in answers:
+        outcome = answer["outcome"]
+        assert outcome.error == "ProtocolError"
+        assert "refused a message from rank 1" in outcome.text
+        assert f", {lane}): checksum" in outcome.text
+        assert answer["again"].headline == outcome.headline
+        assert answer["in_flight"] == 0
+
+
+def test_replicas_hear_of_a_gather_that_failed(worlds: Worlds) -> None:
+    # Groups of a mesh wait for thirty minutes, and a case has two.
+    answers = worlds(4).run(
+        case_damaged, where="backward", lane="gather", shards=2, all_gather="q8"
+    )
+    for rank, answer in enumerate(answers):
+        outcome = answer["outcome"]
+        assert outcome.error == "ProtocolError" if rank < 2 else "PeerError"
+        assert "rank 0 refused a message from rank 1" in outcome.text
+        assert answer["again"].error is not None
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("frozen", [False, True])
-def test_all_shards_hear_of_an_error_in_one(worlds: Worlds, frozen: bool) -> None:
-    for outcome in worlds(4).run(case_one_shard_differs, frozen=frozen):
-        assert outcome.error == "RankMismatchError"
-        assert "in values of 'table', in which replicas must begin equal" in outcome.text
+@on_ranks(4)
+def test_exact_gathers_are_for_whole_passes() -> None:
+    model: Any = built("plain")
+    state = gradferry.fsdp.attach(model, **ONLY_GATHERS)
+    found: list[Outcome] = []
+
+    def enter(*_: object) -> None:
+        found.append(attempt(state.exact_gathers().__enter__))
+
+    model.blocks[0].register_forward_pre_hook(enter)
+    model(targets_of(model, torch.float32)).backward()
+    assert found[0].error == "StateError"
+    assert "in the middle of a pass" in found[0].text
 
 
-def case_due_in_a_step_of_passes() -> list[Outcome]:
+@on_ranks(2)
+def test_comparison_due_in_a_step_of_nothing_but_passes_comes_with_the_next() -> None:
     whole = Sharding(shards=1)
     without = tuple((module, next(iter(shapes))) for module, shapes in SHAPES.items())
     partial = dataclasses.replace(whole, without=without)
     model, _ = attached(whole, check_every=2)
-    outcomes = []
+    errors = []
     for step in range(4):
         if step == 2 and dist.get_rank() == 0:
             with torch.no_grad():
                 model.table.to_local().add_(1)
         sharding = partial if step == 2 else whole
-        outcomes.append(attempt(lambda: sharding.backward(model, step)))  # noqa: B023
-    return outcomes
+        errors.append(attempt(lambda: sharding.backward(model, step)).error)  # noqa: B023
+    assert errors == [None, None, None, "DivergedError"]
 
 
-@pytest.mark.filterwarnings("ignore:some parameters of:UserWarning")
-def test_comparison_due_in_a_step_of_nothing_but_passes_comes_with_the_next(
-    worlds: Worlds,
-) -> None:
-    for outcomes in worlds(2).run(case_due_in_a_step_of_passes):
-        errors = [outcome.error for outcome in outcomes]
-        assert errors == [None, None, None, "DivergedError"]
+# --- what changes after attach --------------------------------------------------------------------
+
+
+def with_custom_gathers(model: Any) -> None:
+    model.blocks[1].set_custom_all_gather(_Custom())
+
+
+def with_another_dtype(model: Any) -> None:
+    model(targets_of(model, torch.float32)).backward()
+    for parameter in model.blocks[0]._get_fsdp_state()._fsdp_param_group.fsdp_params:
+        parameter.param_dtype = torch.bfloat16
+
+
+def with_another_group(model: Any) -> None:
+    group = model.blocks[0]._get_fsdp_state()._fsdp_param_group
+    group.mesh_info.shard_process_group = dist.new_group()
+
+
+def assigned(model: Any) -> None:
+    other = HYBRID.model(HYBRID.mesh()["shard"])
+    model.load_state_dict(other.state_dict(), assign=True)
+
+
+def frozen(model: Any) -> None:
+    model.blocks[0].weight.requires_grad_(False)
+
+
+# What changes, the ranks on which it does, and what is said of it.
+CHANGES: tuple[tuple[bool, Callable[[Any], Any], tuple[int, ...], str], ...] = (
+    (True, frozen, (0, 1, 2, 3), "requires_grad of 'weight' has changed in 'blocks.0'"),
+    (True, frozen, (2, 3), "requires_grad of 'weight' has changed in 'blocks.0'"),
+    (True, assigned, (0, 1, 2, 3), "was replaced, as load_state_dict(assign=True) does"),
+    (False, with_custom_gathers, (0, 1, 2, 3), "'blocks.1' was given another all-gather"),
+    (False, with_another_dtype, (3,), "the parameters of 'blocks.0' are gathered in torch.bf"),
+    (False, with_another_group, (0, 1, 2, 3), "'blocks.0' is gathered in process group"),
+)
+
+
+@pytest.mark.torch_core
+@on_ranks(4)
+def test_what_changes_after_attach_is_one_error_on_all_ranks() -> None:
+    rank = dist.get_rank()
+    for of_replicas, change, ranks, text in CHANGES:
+        if of_replicas:
+            model, _ = attached(HYBRID)
+        else:
+            model = built("plain")
+            gradferry.fsdp.attach(model)
+        if rank in ranks or change is with_another_dtype:
+            # The first pass is that of all ranks.
+            change(model) if rank in ranks else model(targets_of(model, torch.float32)).backward()
+        targets = HYBRID.targets(0, 0, rank)
+        outcomes = [attempt(lambda: model(targets).backward()) for _ in range(2)]  # noqa: B023
+        peer = (rank + 2) % 4 if of_replicas else 3
+        for outcome in outcomes:
+            assert outcome.error == ("StateError" if rank in ranks else "PeerError"), outcome
+            said = text if rank in ranks else f"rank {peer}: {text}"
+            assert said in outcome.text, outcome
+
+
+@pytest.mark.torch_core
+@on_ranks(4)
+def test_fully_shard_after_attach_is_an_error() -> None:
+    mesh = HYBRID.mesh()
+    later: Any = Model()
+    for module in later.blocks:
+        fully_shard(module, mesh=mesh["shard"])
+    with torch.no_grad():
+        for parameter in later.parameters():
+            parameter.zero_()
+    with texts(__file__):  # that the root is not sharded
+        gradferry.fsdp.attach(later, "q4", mesh["replica"])
+    fully_shard(later, mesh=mesh["shard"])
+    outcome = attempt(lambda: HYBRID.backward(later, 0))
+    assert outcome.error == "StateError"
+    assert "fully_shard was called on 'the model' after attach" in outcome.text
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_separate_reduce_scatter_group"),
+    reason="this torch reduces in the group of the shards alone",
+)
+@pytest.mark.parametrize("after", [False, True])
+@on_ranks(2)
+def test_the_group_is_that_at_attach(after: bool) -> None:
+    sharding = Sharding(1, 2)
+    model: Any = sharding.model(sharding.mesh()["shard"])
+    if not after:
+        model.set_separate_reduce_scatter_group()
+    gradferry.fsdp.attach(model, "q4", all_gather="off")
+    sharding.backward(model, 0)
+    if after:
+        model.set_separate_reduce_scatter_group()
+    outcome = attempt(lambda: sharding.backward(model, 1))
+    assert outcome.error == ("StateError" if after else None)
+    assert not after or "'the model' is reduced in process group" in outcome.text
 
 
 # --- the watch over a sharded model ---------------------------------------------------------------
@@ -398,10 +668,9 @@ def train_sharded(sharding: Sharding, model: nn.Module, steps: int) -> None:
         optimizer.step()
 
 
-def case_other_hook_on_shards() -> tuple[list[str], Outcome]:
-    """Warnings before another hook takes the place of gradferry's on one rank, local steps among
-    them, which keep gradients to themselves; and what all ranks hear then.
-    """
+@on_ranks(2)
+def test_another_hook_on_shards_is_an_error_on_all_ranks() -> None:
+    """Local steps, which keep gradients to themselves, are none."""
     sharding = Sharding(replicas=2, shards=1)
     model, _ = attached(sharding)
     with texts(__file__) as before:
@@ -409,22 +678,20 @@ def case_other_hook_on_shards() -> tuple[list[str], Outcome]:
         model.set_requires_gradient_sync(False)
         train_sharded(sharding, model, 4)
         model.set_requires_gradient_sync(True)
+    assert before == []
     if dist.get_rank() == 1:
         model.set_all_reduce_hook(lambda reduced: None)
-    return before, attempt(lambda: train_sharded(sharding, model, 1))
+    outcome = attempt(lambda: train_sharded(sharding, model, 1))
+    assert outcome.error in ("StateError", "PeerError")  # its own, or another rank's
+    assert "rank 1: 'the model' was given another all-reduce hook after attach" in (
+        outcome.text if outcome.error == "PeerError" else f"rank 1: {outcome.text}"
+    )
 
 
-def test_another_hook_on_shards_is_an_error_on_all_ranks(world_of_2: World) -> None:
-    for before, outcome in world_of_2.run(case_other_hook_on_shards):
-        assert before == []
-        assert outcome.error in ("StateError", "PeerError")  # its own, or another rank's
-        assert "rank 1: 'the model' was given another all-reduce hook after attach" in (
-            outcome.text if outcome.error == "PeerError" else f"rank 1: {outcome.text}"
-        )
-
-
-def case_added_beside_shards(every: int) -> tuple[Outcome, bool]:
-    """What training says of a layer that is not sharded, and whether the watch ends with it."""
+@pytest.mark.parametrize("every", [0, 1])
+@on_ranks(2)
+def test_check_names_a_parameter_beside_the_shards(every: int) -> None:
+    """The watch ends with the model."""
     count = len(step_numbers._calls)
 
     def train() -> tuple[Outcome, weakref.ref[nn.Module]]:
@@ -437,30 +704,18 @@ def case_added_beside_shards(every: int) -> tuple[Outcome, bool]:
 
     outcome, alive = train()
     gc.collect()
-    return outcome, alive() is None and len(step_numbers._calls) == count
+    assert outcome.error == ("StateError" if every else None)
+    assert not every or "'added.weight' was added" in outcome.text
+    assert every or (alive() is None and len(step_numbers._calls) == count)
 
 
-def test_check_names_a_parameter_beside_the_shards(world_of_2: World) -> None:
-    for outcome, _ in world_of_2.run(case_added_beside_shards, every=1):
-        assert outcome.error == "StateError"
-        assert "parameter 'added.weight' was added, or unfrozen, after attach" in outcome.text
-    for outcome, ended in world_of_2.run(case_added_beside_shards, every=0):
-        assert (outcome.error, ended) == (None, True)
-
-
-def case_beside_shards_from_the_start() -> tuple[list[str], Outcome]:
-    """What attach and training say of a layer that was never sharded."""
+@on_ranks(2)
+def test_a_parameter_that_was_warned_about_at_attach_ends_no_training() -> None:
     sharding = Sharding(replicas=2, shards=1)
     mesh = sharding.mesh()
-    model = sharding.model(mesh["shard"])
+    model: Any = sharding.model(mesh["shard"])
     model.added = nn.Linear(3, 3)
-    with texts(__file__) as warned:
+    with texts(__file__) as said:
         gradferry.fsdp.attach(model, "q4", replicate_group=mesh["replica"], check_every=1)
-    return warned, attempt(lambda: train_sharded(sharding, model, 2))
-
-
-def test_a_parameter_that_was_warned_about_at_attach_ends_no_training(world_of_2: World) -> None:
-    for warned, outcome in world_of_2.run(case_beside_shards_from_the_start):
-        assert outcome.error is None, outcome.text
-        (text,) = [text for text in warned if "FSDP2 does not reduce" in text]
-        assert "the gradients of 'added.weight' and 1 more" in text
+    train_sharded(sharding, model, 2)
+    assert sum("'added.weight' and 1 more" in text for text in said) == 1

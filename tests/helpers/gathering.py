@@ -26,10 +26,12 @@ FOUR = Sharding(replicas=1, shards=4)
 ONLY_GATHERS = {"reduce_scatter": "off"}
 
 
-def built(kind: str, dtype: torch.dtype | None = None) -> nn.Module:
-    """A model over four shards. Its rows are uneven, and fewer than ranks."""
+def built(
+    kind: str = "plain", dtype: torch.dtype | None = None, sharding: Sharding = FOUR
+) -> nn.Module:
+    """A model over shards. Its rows are uneven, and fewer than four ranks."""
     torch.manual_seed(5)
-    model: Any = Model()
+    model: Any = Model().to(sharding.place)
     options: dict[str, Any] = {}
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -49,7 +51,7 @@ def built(kind: str, dtype: torch.dtype | None = None) -> nn.Module:
     if kind == "stays":
         options["reshard_after_forward"] = False
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=FOUR.mesh()["shard"], **options)
+        fully_shard(module, mesh=sharding.mesh()["shard"], **options)
     if kind == "checkpointed":
         inner = model.blocks[0].forward
         model.blocks[0].forward = lambda x: checkpoint(inner, x, use_reentrant=False)
@@ -67,7 +69,7 @@ def targets_of(model: Any, dtype: torch.dtype) -> dict[str, dict[str, torch.Tens
     """Ones, whose gradients are the parameters with which backward computes."""
     return {
         prefix: {
-            name: torch.ones(p.shape, dtype=dtype, requires_grad=True)
+            name: torch.ones(p.shape, dtype=dtype, device=p.device, requires_grad=True)
             for name, p in module.named_parameters(recurse=False)
             if name != "again"
         }
@@ -80,7 +82,7 @@ def targets_of(model: Any, dtype: torch.dtype) -> dict[str, dict[str, torch.Tens
 
 def used_in_backward(targets: dict[str, dict[str, torch.Tensor]]) -> dict[str, np.ndarray]:
     return {
-        f"{module}.{name}".lstrip("."): target.grad.float().numpy()
+        f"{module}.{name}".lstrip("."): target.grad.cpu().float().numpy()
         for module, each in targets.items()
         for name, target in each.items()
     }

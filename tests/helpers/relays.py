@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from reference import HEADER, Header
+from reference import HEADER
 
 _SIZE = struct.Struct("<Q")  # precedes every message
 _PAYLOAD = _SIZE.size + HEADER.size  # where it begins
@@ -30,11 +30,11 @@ class Relays:
 
     # --- what happens
 
-    def damage(self, lane: str, offset: int = 5) -> None:
+    def damage(self, lane: str) -> None:
         """A bit of the payload of the next message that has one flips."""
 
         def flip(message: bytearray) -> None:
-            message[_PAYLOAD + offset] ^= 1
+            message[_PAYLOAD + 5] ^= 1
 
         self._next[lane] = flip, True
 
@@ -46,16 +46,6 @@ class Relays:
             return True
 
         self._next[lane] = half, True
-
-    def forge(self, lane: str, field: str, value: int) -> None:
-        """The header of the next message lies."""
-
-        def lie(message: bytearray) -> None:
-            header = Header.unpack(message[_SIZE.size : _PAYLOAD])
-            setattr(header, field, value)
-            message[_SIZE.size : _PAYLOAD] = header.pack()
-
-        self._next[lane] = lie, False
 
     def meanwhile(self, lane: str, act: Callable[[], object]) -> None:
         """Something happens before the next message goes on."""

@@ -25,13 +25,6 @@ def gradients_of(model: nn.Module, sharding: Sharding, steps: int) -> list[list[
     return gradients
 
 
-def case_native(sharding: Sharding, steps: int) -> list[list[np.ndarray]]:
-    """By FSDP2 alone; where there are several replicas, by its own hybrid sharding."""
-    mesh = sharding.mesh()
-    model = sharding.model(mesh if sharding.replicas > 1 else mesh["shard"])
-    return gradients_of(model, sharding, steps)
-
-
 class Training:
     """A model, an optimizer, and the state of its hooks."""
 

@@ -10,7 +10,6 @@ import gradferry
 import numpy as np
 import torch
 import torch.distributed as dist
-from outcomes import Outcome
 from reference.layout import Parameter
 from reference.scalars import narrow, widen
 from torch import nn
@@ -115,6 +114,11 @@ class Sharding:
             fully_shard(module, mesh=mesh, mp_policy=policy)
         return model
 
+    def native(self) -> nn.Module:
+        """By FSDP2 alone, over several replicas by its own hybrid sharding."""
+        mesh = self.mesh()
+        return self.model(mesh if self.replicas > 1 else mesh["shard"])
+
     def gradient(self, step: int, turn: int, rank: int, module: str, name: str) -> np.ndarray:
         """Of the whole parameter, fp32, exact in `dtype`."""
         keys = [step, turn, rank, *map(ord, module + name)]
@@ -193,11 +197,15 @@ class Sharding:
         return parameters
 
 
-def attached(sharding: Sharding, codec: str = "q4", **options: Any) -> tuple[nn.Module, Any]:
-    """A model whose gradients are averaged over replicas by gradferry, and its state."""
+def attached(sharding: Sharding, codec: str = "q4", **options: Any) -> tuple[Any, Any]:
+    """A model and its state. Gradients are averaged over replicas, or reduce-scattered, without a
+    compressed all-gather, where there is one replica.
+    """
     mesh = sharding.mesh()
     model = sharding.model(mesh["shard"])
-    return model, gradferry.fsdp.attach(model, codec, mesh["replica"], **options)
+    if sharding.replicas > 1:
+        return model, gradferry.fsdp.attach(model, codec, mesh["replica"], **options)
+    return model, gradferry.fsdp.attach(model, codec, **{"all_gather": "off", **options})
 
 
 def local_gradients(model: nn.Module) -> list[np.ndarray]:
@@ -223,13 +231,3 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return np.array_equal(one, other)
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-def assert_refused(
-    found: dict[str, Outcome], texts: dict[str, str], kinds: dict[str, str], **named: int
-) -> None:
-    """Every outcome has its text, in which {names} stand, and its kind, or is a ConfigError."""
-    assert found.keys() == texts.keys()
-    for name, outcome in found.items():
-        assert outcome.error == kinds.get(name, "ConfigError"), (name, outcome)
-        assert texts[name].format(**named) in outcome.text, (name, outcome.text)

@@ -7,7 +7,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <filesystem>
@@ -60,70 +59,6 @@ std::string error_of(c10d::Store& store, const Connecting& how) {
     return error.what();
   }
   return "";
-}
-
-// What every rank of a world returns.
-std::vector<std::vector<LaneSockets>> connect_world(c10d::Store& store,
-                                                    const std::vector<Connecting>& world) {
-  std::vector<std::vector<LaneSockets>> made(world.size());
-  std::vector<std::jthread> ranks;
-  for (const Connecting& how : world) {
-    ranks.emplace_back([&] { made[how.rank] = connect_ranks(store, how); });
-  }
-  ranks.clear();  // joins
-  return made;
-}
-
-bool is_in(const std::vector<uint32_t>& ranks, uint32_t rank) {
-  return std::ranges::find(ranks, rank) != ranks.end();
-}
-
-// Ranks 0 and 1, and 2 and 3, are neighbours; a lane between these, two between all, one between
-// peers.
-TEST(ConnectRanks, ConnectsEveryPairOnceForEachOfItsLanesAndLeavesNoKey) {
-  constexpr uint32_t kRanks = 4;
-  const std::vector<uint32_t> all{0, 1, 2, 3};
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<Connecting> world;
-  for (uint32_t rank = 0; rank < kRanks; ++rank) {
-    Connecting& how = world.emplace_back(connecting(rank, kRanks));
-    const uint32_t first = rank / 2 * 2, peer = rank % 2;
-    how.lanes = {{first, first + 1}, all, all, {peer, peer + 2}};
-  }
-  auto made = connect_world(*store, world);
-  const auto said = [](size_t lane, uint32_t from, uint32_t to) {
-    return static_cast<char>(16 * lane + 4 * from + to);
-  };
-  const auto for_each_connection = [&](const auto& act) {
-    for (size_t lane = 0; lane < 4; ++lane) {
-      for (uint32_t from = 0; from < kRanks; ++from) {
-        for (uint32_t to = 0; to < kRanks; ++to) {
-          if (from != to && is_in(world[from].lanes[lane], to)) act(lane, from, to);
-        }
-      }
-    }
-  };
-  for (uint32_t rank = 0; rank < kRanks; ++rank) {
-    for (size_t lane = 0; lane < 4; ++lane) {
-      EXPECT_EQ(made[rank][lane].ranks, world[rank].lanes[lane]);
-      for (uint32_t to = 0; to < kRanks; ++to) {
-        EXPECT_EQ(made[rank][lane].connections[to].number() >= 0,
-                  rank != to && is_in(world[rank].lanes[lane], to));
-      }
-    }
-  }
-  for_each_connection([&](size_t lane, uint32_t from, uint32_t to) {
-    const char byte = said(lane, from, to);
-    ASSERT_EQ(write(made[from][lane].connections[to].number(), &byte, 1), 1);
-  });
-  for_each_connection([&](size_t lane, uint32_t from, uint32_t to) {
-    char heard = 0;
-    while (read(made[to][lane].connections[from].number(), &heard, 1) != 1) {
-      ASSERT_EQ(errno, EAGAIN);
-    }
-    EXPECT_EQ(heard, said(lane, from, to));
-  });
-  EXPECT_EQ(store->getNumKeys(), 0);
 }
 
 constexpr const char* kLookAtOthers =

@@ -65,61 +65,6 @@ TEST(Meetings, TheCauseIsSaidAndNotWhatFollowedFromIt) {
   EXPECT_EQ(error, "rank 1: the cause");
 }
 
-// A store whose n-th call finds no memory.
-class LeanStore final : public c10d::PrefixStore {
- public:
-  LeanStore(const gradferry::Store& store, int fails_at)
-      : PrefixStore("all", store), calls_left_(fails_at) {}
-  void set(const std::string& key, const std::vector<uint8_t>& value) override {
-    allocate();
-    PrefixStore::set(key, value);
-  }
-  std::vector<uint8_t> get(const std::string& key) override {
-    allocate();
-    return PrefixStore::get(key);
-  }
-  int64_t add(const std::string& key, int64_t value) override {
-    allocate();
-    return PrefixStore::add(key, value);
-  }
-  bool check(const std::vector<std::string>& keys) override {
-    allocate();
-    return PrefixStore::check(keys);
-  }
-  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
-                                  const std::vector<uint8_t>& desired) override {
-    allocate();
-    return PrefixStore::compareSet(key, expected, desired);
-  }
-  bool has_failed() const { return calls_left_ <= 0; }
-
- private:
-  void allocate() {
-    if (--calls_left_ == 0) throw std::bad_alloc();
-  }
-  int calls_left_;
-};
-
-TEST(Meetings, RankThatLacksMemoryForAMomentComesAllTheSame) {
-  const Brought fields{.fields = {{"codec", "q4"}}, .error = {}};
-  for (const Brought* brought : {static_cast<const Brought*>(nullptr), &fields}) {
-    bool has_failed = true;
-    for (int n = 1; has_failed; ++n) {
-      const Store store = new_store();
-      const auto lean = c10::make_intrusive<LeanStore>(store, n);
-      const auto errors = run_ranks([&](uint32_t rank) {
-        Store own = lean;
-        if (rank == 0) own = c10::make_intrusive<c10d::PrefixStore>("all", store);
-        Meetings meetings(own, rank, kRanks, std::chrono::minutes(1));
-        EXPECT_EQ(meetings.meet({.purpose = "come", .brought = brought, .between_polls = {}}), 0u);
-      });
-      EXPECT_EQ(errors, kNoErrors) << "call " << n;
-      has_failed = lean->has_failed();
-      ASSERT_TRUE(has_failed || n > 4);
-    }
-  }
-}
-
 TEST(Reducer, RankThatStaysAwayIsNamed) {
   const Store store = new_store();
   try {

@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import gradferry
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from reducing import case_reduce, given, make_reducer, reduce, same
 from scenario import Run, Scenario, Weight, assert_bit_equal
-from stepping import settings_of_steps
+from stepping import settings_of_steps, warned
 from world import World
 
 Worlds = Callable[[int], World]
@@ -97,41 +98,31 @@ def test_averages_equal_the_reference(
     assert all(answer["stats"]["steps"] == scenario.steps for answer in answers)
 
 
-def case_beside_ddp(scenario: Scenario) -> dict[str, Any]:
-    """The hook and a Reducer go on from each other's state."""
-    run, reducer = Run(scenario), make_reducer(scenario)
-    by_hook = [run.step(step) for step in range(2)]
-    by_reducer = reduce(scenario, reducer, range(2))
-    states = run.state.state_dict(), reducer.state_dict()
-    run.state.load_state_dict(states[1])
-    reducer.load_state_dict(states[0])
-    by_hook.append(run.step(2))
-    by_reducer += reduce(scenario, reducer, range(2, 3))
-    counts = [
-        {name: stats[name] for name in ("gradient_bytes", "residual_bytes", "steps")}
-        for stats in (run.state.stats(), reducer.stats())
-    ]
-    return {
-        "equal": [
-            all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-            for one, other in zip(by_hook, by_reducer, strict=True)
-        ],
-        "same_state": same(*states),
-        "counts": counts,
-    }
-
-
 @pytest.mark.parametrize("nodes", [None, TWO_BY_TWO])
-def test_hook_of_ddp_has_the_same_bits_and_states(
-    worlds: Worlds, nodes: tuple[tuple[int, ...], ...] | None
-) -> None:
+def test_hook_of_ddp_has_the_same_bits_and_states(worlds: Worlds, nodes: Any) -> None:
     size = 4 if nodes else 2
     scenario = dataclasses.replace(PLAIN, world_size=size, nodes=nodes)
-    for answer in worlds(size).run(case_beside_ddp, scenario=scenario):
-        assert answer["equal"] == [True] * 3
-        assert answer["same_state"]
-        hook, reducer = answer["counts"]
-        assert hook == reducer
+    worlds(size).run(case_beside_ddp, scenario=scenario)
+
+
+def case_beside_ddp(scenario: Scenario) -> None:
+    """The hook and a Reducer go on from each other's state."""
+    run, reducer = Run(scenario), make_reducer(scenario)
+
+    def train(steps: range) -> None:
+        for step in steps:
+            (by_reducer,) = reduce(scenario, reducer, range(step, step + 1))
+            assert all(map(np.array_equal, run.step(step), by_reducer))
+
+    train(range(2))
+    states = run.state.state_dict(), reducer.state_dict()
+    assert same(*states)
+    run.state.load_state_dict(states[1])
+    reducer.load_state_dict(states[0])
+    train(range(2, 3))
+    counts = run.state.stats(), reducer.stats()
+    for name in ("gradient_bytes", "residual_bytes", "steps"):
+        assert counts[0][name] == counts[1][name]
 
 
 SHAPES = {"a": (60, 50), "b": (40, 30), "c": (2, 3, 500)}
@@ -149,7 +140,9 @@ def odd_tensors(plain: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return odd
 
 
-def case_odd_tensors(bucket_cap_mb: float) -> list[bool]:
+@pytest.mark.parametrize("bucket_cap_mb", [25, 0.001], ids=["together", "alone"])
+@on_ranks(2)
+def test_strides_order_and_buckets_do_not_matter(bucket_cap_mb: float) -> None:
     numbers = torch.Generator().manual_seed(dist.get_rank())
     plain = {name: torch.randn(shape, generator=numbers) for name, shape in SHAPES.items()}
     odd = odd_tensors(plain)
@@ -160,16 +153,11 @@ def case_odd_tensors(bucket_cap_mb: float) -> list[bool]:
     reducers[1].all_reduce(odd)
     assert strides == [tensor.stride() for tensor in odd.values()]
     assert not odd["a"]._base[:, 0].any()  # the gaps
-    return [torch.equal(plain[name], odd[name]) for name in SHAPES]
+    assert all(torch.equal(plain[name], odd[name]) for name in SHAPES)
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [25, 0.001], ids=["together", "alone"])
-def test_strides_order_and_buckets_do_not_matter(world_of_2: World, bucket_cap_mb: float) -> None:
-    answers = world_of_2.run(case_odd_tensors, bucket_cap_mb=bucket_cap_mb)
-    assert answers == [[True] * 3] * 2
-
-
-def case_memory() -> dict[str, int]:
+@on_ranks(2)
+def test_only_small_tensors_are_copied() -> None:
     large, small = torch.ones(64, 4096), [torch.ones(10, 100) for _ in range(3)]
     named = [("large", large), *((f"small{i}", t) for i, t in enumerate(small))]
     reducer = gradferry.Reducer(named, "q4", bucket_cap_mb=1)
@@ -177,15 +165,10 @@ def case_memory() -> dict[str, int]:
     for _ in range(2):
         reducer.all_reduce()
     assert places == [tensor.data_ptr() for _, tensor in named]
-    return reducer.stats()
-
-
-def test_only_small_tensors_are_copied(world_of_2: World) -> None:
-    for stats in world_of_2.run(case_memory):
-        assert stats["packing_bytes"] == 3 * 1000 * 4
-        assert stats["gradient_bytes"] == 2 * 4 * (64 * 4096 + 3000)
-        assert stats["buckets"] == 2 * 2
-        assert stats["fallbacks"] == 0
+    stats = reducer.stats()
+    assert stats["packing_bytes"] == 3 * 1000 * 4
+    assert stats["gradient_bytes"] == 2 * 4 * (64 * 4096 + 3000)
+    assert (stats["buckets"], stats["fallbacks"]) == (2 * 2, 0)
 
 
 SIDE_BY_SIDE = ((60, 50), (0,), (4, 6), (7,))
@@ -229,42 +212,35 @@ LYING: dict[str, tuple[Callable[[list[torch.Tensor]], list[torch.Tensor]], bool]
 }
 
 
-def case_lying(codec: str) -> dict[str, tuple[list[bytes], int, bool]]:
-    """By way to lie: averages of two calls, the second with residuals, and what was copied."""
+# Through the engine, and by the backend's own all-reduce.
+@pytest.mark.parametrize("codec", ["q4", "off"])
+@on_ranks(2)
+def test_tensors_one_behind_the_other_are_averaged_where_they_are(codec: str) -> None:
+    """In two calls, the second with residuals."""
     numbers = torch.Generator().manual_seed(dist.get_rank())
     values = [torch.randn(shape, generator=numbers) for shape in SIDE_BY_SIDE]
     values[2] = values[2].t()  # its elements lie in another order
-    results = {}
-    for name, (put, _) in LYING.items():
+    found = set()
+    for name, (put, copies) in LYING.items():
         tensors = put(values)
         reducer = gradferry.Reducer([(str(i), value) for i, value in enumerate(values)], codec)
         versions = [each._version for each in tensors]
         for _ in range(2):
             reducer.all_reduce(tensors)
-        changed = all(each._version > v for each, v in zip(tensors, versions, strict=True))
-        bits = [each.contiguous().numpy().tobytes() for each in tensors]
-        results[name] = bits, reducer.stats()["packing_bytes"], changed
-    return results
-
-
-# Through the engine, and by the backend's own all-reduce.
-@pytest.mark.parametrize("codec", ["q4", "off"])
-def test_tensors_one_behind_the_other_are_averaged_where_they_are(
-    world_of_2: World, codec: str
-) -> None:
-    answers = world_of_2.run(case_lying, codec=codec)
-    average = answers[0]["anywhere"][0]
-    for answer in answers:
-        for name, (bits, copied_bytes, changed) in answer.items():
-            assert bits == average, name
-            assert copied_bytes == (4 * IN_ALL if LYING[name][1] else 0), name
-            assert changed, name
+        assert all(each._version > v for each, v in zip(tensors, versions, strict=True)), name
+        assert reducer.stats()["packing_bytes"] == (4 * IN_ALL if copies else 0), name
+        found.add(b"".join(each.contiguous().numpy().tobytes() for each in tensors))
+    of_all: list[Any] = [None] * 2
+    dist.all_gather_object(of_all, found)
+    assert of_all == [found] * 2
+    assert len(found) == 1
 
 
 # --- asynchronous calls ---------------------------------------------------------------------------
 
 
-def case_returns_before_others_call() -> dict[str, Any]:
+@on_ranks(2)
+def test_async_call_returns_while_another_rank_has_not_called() -> None:
     """Rank 1 calls only after rank 0 has come back from a call of many more chunks than slots."""
     rank = dist.get_rank()
     tensor = torch.full((500, 1000), float(rank))
@@ -274,97 +250,76 @@ def case_returns_before_others_call() -> dict[str, Any]:
         work = reducer.all_reduce(async_op=True)
         assert not work.is_completed()
     dist.barrier()
-    if work is None:
-        work = reducer.all_reduce(async_op=True)
+    work = work or reducer.all_reduce(async_op=True)
     assert work.wait()
-    slots = reducer._running.engine.workspace()["slots"]
-    return {"mean": bool((tensor == 0.5).all()), "more": reducer.stats()["chunks"] > slots}
+    assert bool((tensor == 0.5).all())
+    assert reducer.stats()["chunks"] > reducer._running.engine.workspace()["slots"]
 
 
-def test_async_call_returns_while_another_rank_has_not_called(world_of_2: World) -> None:
-    assert world_of_2.run(case_returns_before_others_call) == [{"mean": True, "more": True}] * 2
-
-
-def case_passed_through(disabled: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("disabled", [False, True])
+@on_ranks(2)
+def test_off_is_the_backends_own_all_reduce(disabled: bool) -> None:
     tensors = given(PLAIN, 0)
     named = [(f"t{i}", torch.empty_like(tensor)) for i, tensor in enumerate(tensors)]
     backends = [tensor / dist.get_world_size() for tensor in tensors]
     for tensor in backends:
         dist.all_reduce(tensor)
-    if disabled:
-        os.environ["GRADFERRY_DISABLE"] = "1"
-    try:
+    with mock.patch.dict(os.environ, {"GRADFERRY_DISABLE": str(int(disabled))}):
         reducer = gradferry.Reducer(named, "q4" if disabled else "off")
-    finally:
-        os.environ.pop("GRADFERRY_DISABLE", None)
-    work = reducer.all_reduce(tensors, async_op=True)
-    work.wait()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    reducer.all_reduce(tensors, async_op=True).wait()
+    with warned() as said:
         reducer.load_state_dict(reducer.state_dict())
-    return {
-        "equal": all(torch.equal(a, b) for a, b in zip(backends, tensors, strict=True)),
-        "passes": reducer.passes_through,
-        "fallbacks": reducer.stats()["fallbacks"],
-        "warned": ["pass through" in str(warning.message) for warning in caught],
-    }
+    assert said == []
+    assert all(map(torch.equal, backends, tensors))
+    assert reducer.passes_through
+    assert reducer.stats()["fallbacks"] == 1
 
 
-@pytest.mark.parametrize("disabled", [False, True])
-def test_off_is_the_backends_own_all_reduce(world_of_2: World, disabled: bool) -> None:
-    expected = {"equal": True, "passes": True, "fallbacks": 1, "warned": []}
-    assert world_of_2.run(case_passed_through, disabled=disabled) == [expected] * 2
-
-
-def case_momentum_mode() -> tuple[dict[str, Any], str]:
+@on_ranks(2)
+def test_momentum_mode_takes_a_reducer_of_parameters() -> None:
     model = torch.nn.Linear(40, 50)
     reducer = gradferry.Reducer(model.named_parameters(), "sign1", momentum=0.8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     gradferry.optim.momentum_mode(optimizer, reducer)
-    with pytest.raises(gradferry.ConfigError, match=r"not a gradferry\.HookState") as refused:
+    with pytest.raises(gradferry.ConfigError, match=r"not a gradferry\.HookState"):
         gradferry.optim.OneBitAdam(model.parameters(), freeze_step=1, state=reducer)
     seen = settings_of_steps(optimizer)
     optimizer.step()
     ((group,),) = seen
-    return {"lr": group["lr"], "betas": group["betas"]}, str(refused.value)
+    assert group["lr"] == 3e-3 * math.sqrt((1 - 0.8) / (1 + 0.8))
+    assert group["betas"] == (0.0, 0.999)
 
 
-def test_momentum_mode_takes_a_reducer_of_parameters(world_of_2: World) -> None:
-    for found, _ in world_of_2.run(case_momentum_mode):
-        assert found == {"lr": 3e-3 * math.sqrt((1 - 0.8) / (1 + 0.8)), "betas": (0.0, 0.999)}
+@on_ranks(2)
+def test_residuals_follow_the_loss_scale() -> None:
+    """Exactly where it changes by powers of two."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    plain, scaled = make_reducer(PLAIN), make_reducer(PLAIN, grad_scaler=scaler)
+    for step, scale in enumerate((2.0**10, 2.0**12, 2.0**3)):
+        scaler.update(new_scale=scale)
+        tensors, multiplied = given(PLAIN, step), [t * scale for t in given(PLAIN, step)]
+        plain.all_reduce(tensors)
+        scaled.all_reduce(multiplied)
+        assert all(torch.equal(a * scale, b) for a, b in zip(tensors, multiplied, strict=True))
 
 
 # --- single tensors by name -----------------------------------------------------------------------
 
 
-def case_by_name() -> dict[str, Any]:
-    rank = dist.get_rank()
-    weight = (Weight("t", (9000,)),)
-    scenario = Scenario(weight, error_feedback="both", rules=(("*", "q4"),))
-    reducer = make_reducer(scenario)
-    expected = reduce(scenario, reducer, range(3))
-    got = []
-    for step in range(3):
+@on_ranks(2)
+def test_all_reduce_by_name_is_a_reducer_of_one_tensor() -> None:
+    scenario = Scenario((Weight("t", (9000,)),), error_feedback="both", rules=(("*", "q4"),))
+    expected = reduce(scenario, make_reducer(scenario), range(3))
+    for step in (0, 1, 2, 0):
         (tensor,) = given(scenario, step)
         work = gradferry.all_reduce(tensor, "q4", name="t", async_op=step == 1)
         if work is not None:
             work.wait()
-        got.append(tensor.numpy().copy())
-    other = torch.full((3,), float(rank))
+        assert np.array_equal(tensor.numpy(), expected[step][0])
+        if step == 2:
+            gradferry.forget("t")  # and it begins anew
+    other = torch.full((3,), float(dist.get_rank()))
     gradferry.all_reduce(other, "exact", name="other")
-    gradferry.forget("t")
-    (tensor,) = given(scenario, 0)
-    gradferry.all_reduce(tensor, "q4", name="t")  # begins anew
-    again = np.array_equal(tensor.numpy(), got[0])
+    assert other.tolist() == [0.5] * 3
     for name in ("t", "other"):
         gradferry.forget(name)
-    return {
-        "equal": [np.array_equal(a, b[0]) for a, b in zip(got, expected, strict=True)],
-        "other": other.tolist(),
-        "again": again,
-    }
-
-
-def test_all_reduce_by_name_is_a_reducer_of_one_tensor(world_of_2: World) -> None:
-    expected = {"equal": [True] * 3, "other": [0.5] * 3, "again": True}
-    assert world_of_2.run(case_by_name) == [expected] * 2

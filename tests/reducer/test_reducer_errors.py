@@ -6,7 +6,6 @@ import copy
 import gc
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,9 +14,10 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
-from stepping import flip_last_bit
-from world import World, WorldError
+from stepping import flip_last_bit, warned
+from world import World
 
 Worlds = Callable[[int], World]
 
@@ -97,24 +97,17 @@ def test_what_cannot_be_averaged_is_refused_with_one_text(world_of_2: World) -> 
         assert {o.error for o in outcomes} == {kind}, name
 
 
-def case_no_group() -> list[Outcome]:
-    first = dist.new_group([0])
-    outcomes = [attempt(lambda: gradferry.Reducer(named(), "q4", first))]
-    other = dist.new_group([0, 1])
+@on_ranks(2)
+def test_group_must_exist_and_hold_this_rank() -> None:
+    first, other = dist.new_group([0]), dist.new_group([0, 1])
+    alone = attempt(lambda: gradferry.Reducer(named(), "q4", first))
+    assert alone.error == (None if dist.get_rank() == 0 else "ConfigError")
+    assert dist.get_rank() == 0 or "no process group that this rank is in" in alone.text
     dist.destroy_process_group(other)
-    outcomes.append(attempt(lambda: gradferry.Reducer(named(), "q4", other)))
-    outcomes.append(attempt(lambda: gradferry.Reducer(named(), "q4", "world")))
-    return outcomes
-
-
-def test_group_must_exist_and_hold_this_rank(world_of_2: World) -> None:
-    first, second = world_of_2.run(case_no_group)
-    assert first[0].error is None
-    assert second[0].error == "ConfigError"
-    assert "no process group that this rank is in" in second[0].text
-    for answer in (first, second):
-        assert (answer[1].error, answer[2].error) == ("StateError", "ConfigError")
-        assert "was destroyed" in answer[1].text
+    gone = attempt(lambda: gradferry.Reducer(named(), "q4", other))
+    assert gone.error == "StateError"
+    assert "was destroyed" in gone.text
+    assert attempt(lambda: gradferry.Reducer(named(), "q4", "world")).error == "ConfigError"
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -199,133 +192,104 @@ def test_wrong_tensors_on_one_rank_end_the_call_on_all(world_of_2: World) -> Non
             assert "make a new one on every rank" in outcome.text, name
 
 
-def case_not_waited_for() -> dict[str, Any]:
+@on_ranks(2)
+def test_next_call_before_wait_is_refused_and_ends_the_reducer() -> None:
     tensor = torch.full((3, 1000), float(dist.get_rank()))
     reducer = gradferry.Reducer([("t", tensor)], "exact")
     work = reducer.all_reduce(async_op=True)
-    between = [
+    refused = [
         attempt(reducer.state_dict),
         attempt(lambda: reducer.load_state_dict({})),
         attempt(lambda: reducer.scale_residuals(2.0)),
     ]
     dist.barrier()  # so that nobody is refused before all are under way
-    again = attempt(reducer.all_reduce)
-    late = attempt(work.wait)
-    return {
-        "between": between,
-        "again": again,
-        "late": [late, attempt(work.wait)],
-        "third": attempt(reducer.all_reduce),
-    }
+    for outcome in (*refused, attempt(reducer.all_reduce)):
+        assert outcome.error == "StateError"
+        assert "the last all_reduce(async_op=True) was not waited for" in outcome.text
+    late = attempt(work.wait)  # what was under way may have arrived before
+    assert late.error is None or "was not waited for" in late.text
+    assert attempt(work.wait).error == late.error
+    third = attempt(reducer.all_reduce)
+    assert third.is_ours
+    assert "was not waited for" in third.text
 
 
-def test_next_call_before_wait_is_refused_and_ends_the_reducer(world_of_2: World) -> None:
-    for answer in world_of_2.run(case_not_waited_for):
-        for outcome in (*answer["between"], answer["again"]):
-            assert outcome.error == "StateError"
-            assert "the last all_reduce(async_op=True) was not waited for" in outcome.text
-        # What was under way may have arrived before.
-        first, second = answer["late"]
-        assert first.error == second.error
-        assert first.error is None or "was not waited for" in first.text
-        assert answer["third"].is_ours
-        assert "was not waited for" in answer["third"].text
-
-
-def case_forgotten() -> list[str]:
+@on_ranks(2)
+def test_call_that_nobody_waits_for_warns() -> None:
     reducer = gradferry.Reducer([("t", torch.zeros(3, 1000))], "exact")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         reducer.all_reduce(async_op=True)
         del reducer
         gc.collect()
     dist.barrier()
-    return [str(warning.message) for warning in caught]
+    (warning,) = caught
+    assert "its tensors do not hold the average" in str(warning.message)
 
 
-def test_call_that_nobody_waits_for_warns(world_of_2: World) -> None:
-    for (text,) in world_of_2.run(case_forgotten):
-        assert "its tensors do not hold the average" in text
-
-
-def case_threads() -> Outcome:
+@on_ranks(2)
+def test_second_thread_is_refused() -> None:
     reducer = gradferry.Reducer([("t", torch.zeros(3, 1000))], "q4")
+    text = "another thread is in all_reduce()"
     if dist.get_rank() == 1:
         dist.barrier()  # rank 0 has called twice
-        return attempt(reducer.all_reduce)
-    outcomes: list[Outcome] = []
-    thread = threading.Thread(target=lambda: outcomes.append(attempt(reducer.all_reduce)))
-    thread.start()
-    while not reducer.stats()["in_flight"]:  # its half of the call has been handed over
-        assert thread.is_alive()
-    second = attempt(reducer.all_reduce)
-    dist.barrier()
-    thread.join()
-    assert outcomes[0].is_ours
-    assert "another thread" in outcomes[0].text
-    return second
+        outcome = attempt(reducer.all_reduce)
+        assert f"rank 0: {text}" in outcome.text
+    else:
+        outcomes: list[Outcome] = []
+        thread = threading.Thread(target=lambda: outcomes.append(attempt(reducer.all_reduce)))
+        thread.start()
+        while not reducer.stats()["in_flight"]:  # its half of the call has been handed over
+            assert thread.is_alive()
+        outcome = attempt(reducer.all_reduce)
+        dist.barrier()
+        thread.join()
+        assert "another thread" in outcomes[0].text
+        assert outcome.text.startswith(text)
+    assert outcome.error in ("StateError", "PeerError")
 
 
-def test_second_thread_is_refused(world_of_2: World) -> None:
-    first, second = world_of_2.run(case_threads)
-    assert first.text.startswith("another thread is in all_reduce()")
-    assert "rank 0: another thread is in all_reduce()" in second.text
-    assert {first.error, second.error} <= {"StateError", "PeerError"}
-
-
-def case_group_gone() -> list[Outcome]:
+@on_ranks(2)
+def test_destroyed_group_is_named() -> None:
     group = dist.new_group([0, 1])
     reducer = gradferry.Reducer(named(), "q4", group)
     reducer.all_reduce()
     dist.barrier()
     dist.destroy_process_group(group)
-    return [attempt(reducer.all_reduce) for _ in range(2)]
+    for _ in range(2):
+        outcome = attempt(reducer.all_reduce)
+        assert outcome.is_ours
+        assert "was destroyed; make a Reducer over a new one" in outcome.text
 
 
-def test_destroyed_group_is_named(world_of_2: World) -> None:
-    for outcomes in world_of_2.run(case_group_gone):
-        for outcome in outcomes:
-            assert outcome.is_ours
-            assert "was destroyed; make a Reducer over a new one" in outcome.text
-
-
-def case_forked() -> list[int]:
+@on_ranks(2)
+def test_forked_child_is_refused_and_its_parent_goes_on() -> None:
     reducer = gradferry.Reducer(named(), "q4")
     reducer.all_reduce(async_op=True).wait()
-    codes = []
     for async_op in (False, True):
         child = os.fork()
         if child == 0:
             outcome = attempt(lambda a=async_op: reducer.all_reduce(async_op=a))
             os._exit(5 if "called after a fork" in outcome.text else 6)
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
     reducer.all_reduce()
-    return codes
 
 
-def test_forked_child_is_refused_and_its_parent_goes_on(world_of_2: World) -> None:
-    assert world_of_2.run(case_forked) == [[5, 5]] * 2
-
-
-def case_diverged() -> Sequence[Outcome]:
+@on_ranks(2)
+def test_registered_parameters_are_compared() -> None:
     model = torch.nn.Linear(40, 50)
     reducer = gradferry.Reducer(model.named_parameters(), "q4", check_every=2)
-    outcomes = []
     for step in range(3):
         if step == 2 and dist.get_rank() == 1:
             flip_last_bit(model.weight)
         tensors = [torch.ones_like(p) for p in model.parameters()]
-        outcomes.append(attempt(lambda t=tensors: reducer.all_reduce(t)))
-    return [*outcomes, attempt(reducer.all_reduce)]
+        outcome = attempt(lambda t=tensors: reducer.all_reduce(t))
+        assert outcome.error == ("DivergedError" if step == 2 else None)
+    assert "'weight'" in outcome.headline
 
 
-def test_registered_parameters_are_compared(world_of_2: World) -> None:
-    for outcomes in world_of_2.run(case_diverged):
-        assert [outcome.error for outcome in outcomes[:3]] == [None, None, "DivergedError"]
-        assert "'weight'" in outcomes[2].headline
-
-
-def case_replaced(step: int, by_name: bool) -> Outcome:
+@pytest.mark.parametrize(("step", "by_name"), [(0, True), (1, False), (4, True), (4, False)])
+@on_ranks(2)
+def test_parameters_that_replaced_registered_ones_are_named(step: int, by_name: bool) -> None:
     """Every rank loads weights with assign=True before a step, and steps on those from then on: the
     bias first, with an optimizer of its own, and with master weights before that.
     """
@@ -354,122 +318,74 @@ def case_replaced(step: int, by_name: bool) -> Outcome:
 
     for number in range(step):
         train(number)
-    return attempt(lambda: train(step))
+    outcome = attempt(lambda: train(step))
+    assert outcome.error == "StateError"
+    assert "'bias' is the gradient of another parameter" in outcome.text
+    assert "make a new Reducer" in outcome.text
 
 
-@pytest.mark.parametrize("step", [0, 1, 4])
-@pytest.mark.parametrize("by_name", [True, False])
-def test_parameters_that_replaced_registered_ones_are_named(
-    world_of_2: World, step: int, by_name: bool
-) -> None:
-    for outcome in world_of_2.run(case_replaced, step=step, by_name=by_name):
-        assert outcome.error == "StateError"
-        assert "'bias' is the gradient of another parameter" in outcome.text
-        assert "make a new Reducer" in outcome.text
-
-
-def case_let_go() -> bool:
-    """Whether tensors that were averaged, and are no gradients, are freed."""
+@on_ranks(2)
+def test_a_reducer_that_reads_parameters_keeps_no_averages() -> None:
     reducer = gradferry.Reducer(torch.nn.Linear(40, 50).named_parameters(), "q4", check_every=2)
     deltas = [torch.ones(50, 40), torch.ones(50)]
     reducer.all_reduce(deltas)
     kept = [weakref.ref(each) for each in deltas]
     del deltas
-    return all(each() is None for each in kept)
+    assert all(each() is None for each in kept)
 
 
-def test_a_reducer_that_reads_parameters_keeps_no_averages(world_of_2: World) -> None:
-    assert world_of_2.run(case_let_go) == [True] * 2
-
-
-def case_nonfinite() -> list[Outcome]:
+@on_ranks(2)
+def test_nonfinite_average_raises_on_all_ranks() -> None:
     reducer = gradferry.Reducer(named(), "q4", nonfinite="raise")
     tensors = passed()
     if dist.get_rank() == 1:
         tensors[1][3, 4] = float("inf")
-    return [attempt(lambda: reducer.all_reduce(tensors)), attempt(lambda: copy.copy(reducer))]
+    outcome = attempt(lambda: reducer.all_reduce(tensors))
+    assert outcome.error == "StateError"
+    assert outcome.headline.startswith("the averaged gradient of 'b' is not finite at step 0")
+    assert "cannot be copied or pickled" in attempt(lambda: copy.copy(reducer)).text
 
 
-def test_nonfinite_average_raises_on_all_ranks(world_of_2: World) -> None:
-    answers = world_of_2.run(case_nonfinite)
-    assert len({outcomes[0].headline for outcomes in answers}) == 1
-    for outcome, copied in answers:
-        assert outcome.error == "StateError"
-        assert "'b' is not finite at step 0" in outcome.text
-        assert "cannot be copied or pickled" in copied.text
-
-
-def case_peer_ends() -> Outcome:
+@on_ranks(2)
+def test_peer_that_let_go_of_its_reducer_is_named() -> None:
     group = dist.new_group()
     reducer = gradferry.Reducer(named(), "q4", group)
     reducer.all_reduce()
     if dist.get_rank() == 1:
         del reducer
         gc.collect()
-        dist.barrier()
-        return attempt(lambda: None)
-    outcome = attempt(lambda: reducer.all_reduce(async_op=True).wait())
+    else:
+        outcome = attempt(lambda: reducer.all_reduce(async_op=True).wait())
+        assert outcome.error == "PeerError"
+        assert "rank 1" in outcome.text
     dist.barrier()
-    return outcome
 
 
-def test_peer_that_let_go_of_its_reducer_is_named(world_of_2: World) -> None:
-    outcome = world_of_2.run(case_peer_ends)[0]
-    assert outcome.error == "PeerError"
-    assert "rank 1" in outcome.text
-
-
-def case_peer_dies() -> None:
-    tensor = torch.zeros(500, 1000)
-    reducer = gradferry.Reducer([("t", tensor)], "exact", workspace_cap_mb=1)
-    work = reducer.all_reduce(async_op=True)
-    if dist.get_rank() == 1:
-        os._exit(9)
-    outcomes = [attempt(work.wait), attempt(work.wait), attempt(reducer.all_reduce)]
-    assert {outcome.error for outcome in outcomes} == {"PeerError"}
-    assert outcomes[0].text == outcomes[1].text
-    raise AssertionError(f"survivor: {outcomes[0].text}")
-
-
-@pytest.mark.slow  # a world of its own
-def test_survivor_of_a_call_under_way_names_the_rank_that_died() -> None:
-    world = World(2)
-    try:
-        with pytest.raises(WorldError, match=r"survivor: .*rank 1"):
-            world.run(case_peer_dies)
-    finally:
-        world.stop()
-
-
-def case_names_kept() -> list[Outcome]:
+@on_ranks(2)
+def test_kept_name_has_one_codec_until_it_is_forgotten() -> None:
     from gradferry import kept_reducers
 
-    reduce = gradferry.all_reduce
-    outcomes = [
-        attempt(lambda: reduce(torch.zeros(9), "q4", name="kept")),
-        attempt(lambda: reduce(torch.zeros(9), "q8", name="kept")),
-        attempt(lambda: reduce(torch.zeros(9), "q4", name="kept")),
-        attempt(lambda: gradferry.forget("never")),
-        attempt(lambda: gradferry.forget("kept")),
-        attempt(lambda: reduce(torch.zeros(8), "q8", name="kept")),
-        attempt(lambda: reduce(torch.zeros(8), "auto", name="auto")),
-        attempt(lambda: gradferry.forget("kept")),
-        attempt(lambda: reduce(torch.zeros(8), "q4", name=["kept"])),
-    ]
+    def reduced(length: int, codec: str, **options: Any) -> Outcome:
+        options = {"name": "kept", **options}
+        return attempt(lambda: gradferry.all_reduce(torch.zeros(length), codec, **options))
+
+    assert reduced(9, "q4").error is None
+    again = reduced(9, "q8")
+    assert again.error == reduced(9, "q4").error == "StateError"
+    assert "with codec 'q4' before and now with 'q8'" in again.text
+    never = attempt(lambda: gradferry.forget("never"))
+    assert never.error == "StateError"
+    assert "nothing is kept for 'never'; there is something for ['kept']" in never.text
+    gradferry.forget("kept")
+    assert reduced(8, "q8").error is None
+    assert reduced(8, "auto", name="auto").error == "ConfigError"
+    gradferry.forget("kept")
+    assert reduced(8, "q4", name=["kept"]).error == "ConfigError"
     group = dist.new_group()
-    outcomes.append(attempt(lambda: reduce(torch.zeros(9), "q4", name="kept", group=group)))
+    assert reduced(9, "q4", group=group).error is None
     dist.barrier()
     dist.destroy_process_group(group)
-    outcomes.append(attempt(lambda: reduce(torch.zeros(9), "q4", name="kept", group=group)))
-    reduce(torch.zeros(9), "q4", name="other")
+    assert reduced(9, "q4", group=group).error == "StateError"
+    assert reduced(9, "q4", name="other").error is None
     assert list(map(list, kept_reducers._kept.values())) == [["other"]]
     gradferry.forget("other")
-    return outcomes
-
-
-def test_kept_name_has_one_codec_until_it_is_forgotten(world_of_2: World) -> None:
-    for outcomes in world_of_2.run(case_names_kept):
-        expected = [None, "StateError", "StateError", "StateError", None, None, "ConfigError"]
-        assert [o.error for o in outcomes] == [*expected, None, "ConfigError", None, "StateError"]
-        assert "with codec 'q4' before and now with 'q8'" in outcomes[1].text
-        assert "nothing is kept for 'never'; there is something for ['kept']" in outcomes[3].text

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from pathlib import Path
-from typing import Any
 
 import gradferry
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from on_ranks import on_ranks
 from scenario import Run, Scenario, Weight
+from stepping import warned
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -23,46 +24,44 @@ from world import World
 SCENARIO = Scenario((Weight("first", (60, 50)), Weight("bias", (50,))), error_feedback="both")
 
 
-def case_copied_state() -> list[Any]:
-    """What copies of a bound state say, and the buckets of models that they are bound to."""
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@on_ranks(2)
+def test_copied_state_says_that_it_is_unbound_and_can_be_bound(how: str) -> None:
     run = Run(SCENARIO)
     run.step(0)
-    answers = []
-    for make in (copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            state = make(run.state)
-        ddp = DistributedDataParallel(copy.deepcopy(run.model))
-        state.bind(ddp)
-        ddp.register_comm_hook(state, gradferry.hook)
-        ddp(run.targets(0)).backward()
-        said = [str(each.message) for each in caught]
-        same = state.config == run.state.config
-        answers.append((said, same, state.stats()["buckets"]))
-    return answers
+    with warned() as said:
+        state = COPIES[how](run.state)
+    (text,) = said
+    assert "is not bound to a model" in str(text.message)
+    ddp = DistributedDataParallel(copy.deepcopy(run.model))
+    state.bind(ddp)
+    ddp.register_comm_hook(state, gradferry.hook)
+    ddp(run.targets(0)).backward()
+    assert state.config == run.state.config
+    assert state.stats()["buckets"] > 0
 
 
-def test_copied_state_says_that_it_is_unbound_and_can_be_bound(world_of_2: World) -> None:
-    for answers in world_of_2.run(case_copied_state):
-        for said, same, buckets in answers:
-            assert len(said) == 1
-            assert "is not bound to a model" in said[0]
-            assert same
-            assert buckets > 0
-
-
-def case_copied_model() -> tuple[list[str], list[bool]]:
-    """What stays on a copy of a model that has a hook, and whether it takes another hook."""
+@on_ranks(2)
+def test_a_copied_model_takes_another_hook() -> None:
     run = Run(SCENARIO)
     own = set(vars(DistributedDataParallel(copy.deepcopy(run.model))))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warned():
         copied = [copy.deepcopy(run.ddp), pickle.loads(pickle.dumps(run.ddp))]
-    called = []
     for ddp in copied:
-        ddp.register_comm_hook(None, lambda _, bucket: called.append(True) or done(bucket.buffer()))
+        called: list[bool] = []
+        ddp.register_comm_hook(
+            None,
+            lambda _, bucket: called.append(True) or done(bucket.buffer()),  # noqa: B023
+        )
         ddp(run.targets(0)).backward()
-    return sorted(set(vars(copied[0])) - own), called
+        assert called
+    assert set(vars(copied[0])) <= own
 
 
 def done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -71,18 +70,12 @@ def done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-def test_a_copied_model_takes_another_hook(world_of_2: World) -> None:
-    for left, called in world_of_2.run(case_copied_model):
-        assert left == []
-        assert len(called) >= 2
-
-
-def case_averaged_weights() -> list[Any]:
+@on_ranks(2)
+def test_averaged_weights_leave_the_training_alone() -> None:
     """An exponential moving average, of the module and of the whole DistributedDataParallel."""
     run = Run(SCENARIO)
     share = get_ema_multi_avg_fn(0.5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a copied DistributedDataParallel has no hook
+    with warned():  # a copied DistributedDataParallel has no hook
         averages = [AveragedModel(model, multi_avg_fn=share) for model in (run.model, run.ddp)]
     expected: list[torch.Tensor] = []
     for step in range(3):
@@ -92,15 +85,9 @@ def case_averaged_weights() -> list[Any]:
         now = [p.detach().clone() for p in run.model.parameters()]
         # The first update copies.
         expected = [a.lerp(b, 0.5) for a, b in zip(expected, now, strict=True)] if step else now
-    equal = [
-        all(torch.equal(p, e) for p, e in zip(average.parameters(), expected, strict=True))
-        for average in averages
-    ]
-    return [equal, run.state.stats()["steps"]]
-
-
-def test_averaged_weights_leave_the_training_alone(world_of_2: World) -> None:
-    assert world_of_2.run(case_averaged_weights) == [[[True, True], 3]] * 2
+    for average in averages:
+        assert all(torch.equal(p, e) for p, e in zip(average.parameters(), expected, strict=True))
+    assert run.state.stats()["steps"] == 3
 
 
 class Tied(nn.Module):
@@ -116,22 +103,17 @@ class Tied(nn.Module):
         return self.head(self.embedding(ids)).sum()
 
 
-def case_tied(codec: str) -> tuple[list[str], Any, Any]:
+@on_ranks(2)
+def test_tied_weights_are_averaged_once() -> None:
     torch.manual_seed(0)
     plain = DistributedDataParallel(Tied())
     ours = DistributedDataParallel(copy.deepcopy(plain.module))
-    state = gradferry.attach(ours, codec)
-    ids = torch.arange(4) + 4 * dist.get_rank()
+    state = gradferry.attach(ours, "exact")
     for ddp in (plain, ours):
-        ddp(ids).backward()
-    names = [parameter.name for parameter in state.parameters]
-    return names, plain.module.head.weight.grad, ours.module.embedding.weight.grad
-
-
-def test_tied_weights_are_averaged_once(world_of_2: World) -> None:
-    for names, expected, got in world_of_2.run(case_tied, codec="exact"):
-        assert names == ["embedding.weight"]
-        assert torch.equal(got, expected)  # a sum of two, halved
+        ddp(torch.arange(4) + 4 * dist.get_rank()).backward()
+    assert [parameter.name for parameter in state.parameters] == ["embedding.weight"]
+    # A sum of two, halved.
+    assert torch.equal(ours.module.embedding.weight.grad, plain.module.head.weight.grad)
 
 
 def case_saved_in_background(folder: str) -> bool:

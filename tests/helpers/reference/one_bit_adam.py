@@ -14,10 +14,6 @@ import numpy as np
 Scale = Callable[[np.ndarray], np.ndarray]  # per element
 
 
-def root_mean_square(v: np.ndarray) -> np.ndarray:
-    return np.full_like(v, np.linalg.norm(v) / np.sqrt(v.size))
-
-
 class OneBitMomentum:
     """All ranks' momentum of one parameter: flat arrays, in the order of ranks."""
 
