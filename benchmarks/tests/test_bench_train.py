@@ -18,27 +18,22 @@ from gradferry_lab.workloads.parallel import SHARDED_HOOKS
 from world import World
 
 
-def check_row(row: dict) -> None:
-    assert len(row["round_ms"]) == 2
-    assert 0 < row["ms_min"] <= row["ms_median"] <= row["ms_max"]
-    for ratio in ("ratio_to_none", "ratio_to_sync"):
-        assert row[f"{ratio}_low"] <= row[ratio] <= row[f"{ratio}_high"]
-    assert row["wire_bytes"] == row["wire_bytes_formula"]
-    assert row["trial_ms"][f"{row['bucket_cap_mb']:g}"] == min(row["trial_ms"].values())
-    for phase in ("encode_ms", "network_ms", "reduce_ms", "decode_ms"):
-        assert (row[phase] is not None) == (row["hook"] == "q4")
-
-
-SMOKE = ["bench", "train", "--smoke"]
-
-
 @pytest.mark.usefixtures("namespaces_allowed")
 @pytest.mark.parametrize("siblings", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_train_counts_what_leaves_each_host_of_a_link(siblings, rows_of, capfd):
-    rows = rows_of(*SMOKE, "--link", "1gbit", "--ranks-per-host", str(siblings))
+    rows = rows_of(
+        "bench", "train", "--smoke", "--link", "1gbit", "--ranks-per-host", str(siblings)
+    )
     assert [row["hook"] for row in rows] == ["none", "sync", "torch:fp16", "q4"]
     for row in rows:
-        check_row(row)
+        assert len(row["round_ms"]) == 2
+        assert 0 < row["ms_min"] <= row["ms_median"] <= row["ms_max"]
+        for ratio in ("ratio_to_none", "ratio_to_sync"):
+            assert row[f"{ratio}_low"] <= row[ratio] <= row[f"{ratio}_high"]
+        assert row["wire_bytes"] == row["wire_bytes_formula"]
+        assert row["trial_ms"][f"{row['bucket_cap_mb']:g}"] == min(row["trial_ms"].values())
+        for phase in ("encode_ms", "network_ms", "reduce_ms", "decode_ms"):
+            assert (row[phase] is not None) == (row["hook"] == "q4")
         where = (row["link"], row["ranks"], row["hosts"], row["ranks_per_host"])
         assert where == ("1gbit", 2 * siblings, 2, siblings)
         # Between nodes all that both ranks send with q4 leaves; what one rank sends of a ring.

@@ -45,21 +45,16 @@ from world import World
 
 
 def outcomes(ms: dict[str, Any]) -> list[Outcome]:
-    """By "hook" or "hook exchange"; a time, or those of the steps."""
+    """By "hook" or "hook exchange"; the time of five steps, or those of each."""
     found = []
     for name, value in ms.items():
         hook, _, exchange = name.partition(" ")
         backend = hook in TORCH_DTYPES
         bits = 8.0 * TORCH_DTYPES[hook].itemsize if backend else parse_codec(hook).bits()
         candidate = Candidate(hook, bits, exchange or None, needs_memory=not backend)
-        found.append(Outcome(candidate, (steps_of(value),)))
+        steps = value if isinstance(value, tuple) else (value,) * 5
+        found.append(Outcome(candidate, (tuple(1e-3 * ms for ms in steps),)))
     return found
-
-
-def steps_of(ms: float | tuple[float, ...]) -> tuple[float, ...]:
-    """Seconds of five steps that all take so long, or of these."""
-    each = ms if isinstance(ms, tuple) else (ms,) * 5
-    return tuple(1e-3 * value for value in each)
 
 
 # What a verdict begins with and, after "...", what else it says. A step without communication takes
