@@ -1,7 +1,6 @@
 // Gives every file of an archive to a fuzz target, and random bytes: what once was found, or
 // reaches far, and a property test of the target's promise, that need no fuzzer.
 #include <cstdio>
-#include <cstdlib>
 #include <random>
 #include <string>
 
@@ -22,8 +21,9 @@ int main(int argc, char** argv) {
   if (argc != 3) return 2;
   const auto files = gradferry::testing::read_archive(argv[1]);
   for (const auto& [name, bytes] : files) play(name, bytes);
-  for (int seed = 0; seed < std::atoi(argv[2]); ++seed) {
-    std::mt19937_64 random(static_cast<uint64_t>(seed));
+  const uint64_t num_random = std::stoull(argv[2]);
+  for (uint64_t seed = 0; seed < num_random; ++seed) {
+    std::mt19937_64 random(seed);
     std::string bytes(random() % 512, '\0');
     for (char& byte : bytes) byte = static_cast<char>(random());
     play("seed " + std::to_string(seed), bytes);

@@ -40,11 +40,16 @@ void expect_laws(const CallSetup& setup, Input input) {
   laws.undo(sent, in, gradient, residual);
 }
 
+// With every second size: each meets four inputs.
 TEST_P(CodecContract, HoldsWhateverTheNumbers) {
+  const std::vector<uint32_t> all = edge_sizes();
   for (const Input input : kInputs) {
-    SCOPED_TRACE("input " + std::to_string(static_cast<int>(input)));
-    CallSetup s = setup(edge_sizes());
-    s.misaligned = static_cast<int>(input) % 2 == 1;
+    const auto index = static_cast<uint32_t>(input);
+    SCOPED_TRACE("input " + std::to_string(index));
+    std::vector<uint32_t> sizes;
+    for (size_t i = index % 2; i < all.size(); i += 2) sizes.push_back(all[i]);
+    CallSetup s = setup(sizes);
+    s.misaligned = index / 2 % 2 == 1;
     s.alpha = s.misaligned ? 0.1f : 1.0f;
     s.gain = s.misaligned ? 0.5f : 1.0f;
     s.beta = 0.9f;
@@ -152,8 +157,10 @@ class RankSums : public ContractTest {
     }
     for (size_t i = kZerosBegin + 50; i < kZerosEnd; ++i) residual[i] = i % 2 == 0 ? 0.0f : -0.0f;
     SCOPED_TRACE("ranks: " + std::to_string(payloads_.size()));
-    laws_.reduce(payloads_, Runner::residual_from(residual));
-    laws_.reduce(payloads_, Buffer());
+    if (item_bytes(GetParam().dtype) != 2) {  // what is reduced has no dtype, but with `exact`
+      laws_.reduce(payloads_, Runner::residual_from(residual));
+      laws_.reduce(payloads_, Buffer());
+    }
     laws_.accumulate(payloads_, static_cast<uint32_t>(payloads_.size()));
     laws_.accumulate(payloads_, 1);
   }
@@ -253,6 +260,9 @@ TEST(CorruptPayloads, AreThoseOfTheDocument) {
       s.codec = codec;
       s.sizes.assign(changes.size(), n);
       const Laws laws(s);
+      const std::vector<std::byte> zeros(laws.run().payload_bytes(n, Stage::kWorker));
+      if (!verdict_on(parse_codec(codec), zeros.data(), n, Stage::kWorker))
+        continue;  // all are fine
       std::vector<double> one = make_input(Input::kGaussian, n, 5), all;
       for (size_t i = 0; i < changes.size(); ++i) all.insert(all.end(), one.begin(), one.end());
       const Buffer right =

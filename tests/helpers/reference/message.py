@@ -17,7 +17,7 @@ from .scalars import divided_sum, narrow, widen
 
 MAGIC = 0x59524647
 WIRE_VERSION = 2
-SCATTER, GATHER, COMMIT, SINGLE_TENSOR, PARAMETERS, LOCAL_SCATTER, FORWARD = range(1, 8)
+SINGLE_TENSOR = 4  # phase
 HEADER = struct.Struct("<IHBBIIQQQQQQ")
 
 
