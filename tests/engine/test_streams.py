@@ -33,12 +33,6 @@ def check(device_worlds: Worlds, scenario: Scenario, num_seeds: int = 1) -> list
     return answers
 
 
-def warming_up(codec: str, warmup: str, world_size: int, device: str) -> Scenario:
-    options = {"momentum": 0.9, "warmup_steps": 2, "warmup": warmup}
-    plain = dataclasses.replace(SCENARIO, error_feedback="auto", world_size=world_size)
-    return dataclasses.replace(plain, codec=codec, options=options, device=device)
-
-
 # Later steps show what became of the residuals of every rank.
 POISONED = {"poison": poisons(3), "steps": 4}
 
@@ -52,24 +46,9 @@ POISONED = {"poison": poisons(3), "steps": 4}
         pytest.param(
             mixed(3, device="streamed", **MOMENTUM, **POISONED), id="momentum, not finite"
         ),
-        pytest.param(mixed(1, device="streamed", **MOMENTUM), id="momentum alone"),
-        pytest.param(warming_up("sign1", "q8", 2, "streamed"), id="warm-up"),
-        pytest.param(warming_up("q4", "q8", 1, "streamed"), id="warm-up alone"),
         pytest.param(
             scenario_on("2+1", mixed(3, device="streamed", **MOMENTUM, **POISONED)),
             id="nodes, momentum, not finite",
-        ),
-        pytest.param(
-            scenario_on("2+1", mixed(3, device="staged", empty=((1, 0), (1, 1), (2, 2)))),
-            id="nodes, staged, zeros",
-        ),
-        pytest.param(
-            scenario_on("2+1", SCENARIO, options={"check_every": 2}, passes=2, steps=3),
-            id="nodes, check_every, passes",
-        ),
-        pytest.param(
-            scenario_on("2+1", warming_up("topk:ratio=0.05", "q8", 3, "staged")),
-            id="nodes, staged, warm-up",
         ),
     ],
 )

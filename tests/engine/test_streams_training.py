@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from outcomes import attempt
+from outcomes import Outcome, attempt
 from reducing import same
 from scenario import Run, Scenario, Weight
 from stepping import flip_last_bit
@@ -58,15 +57,15 @@ KINDS = (
 )
 
 
-def case_check(scenario: Scenario, change: tuple[int, int, str] | None) -> dict[str, Any]:
-    """`change` (step, rank, name) moves the last bit of a parameter before a step."""
+def case_check(scenario: Scenario, rank: int, name: str) -> list[Outcome]:
+    """The last bit of a parameter of a rank changes before step 4."""
     import fake_device
 
     run = Run(scenario)
     outcomes = []
     for step in range(5):
-        if change is not None and change[:2] == (step, run.rank):
-            parameter = run.model.get_parameter(change[2])
+        if (step, run.rank) == (4, rank):
+            parameter = run.model.get_parameter(name)
             with torch.no_grad():
                 host = parameter.detach().cpu()
                 flip_last_bit(host)
@@ -76,39 +75,18 @@ def case_check(scenario: Scenario, change: tuple[int, int, str] | None) -> dict[
     # which frees them, came after it; the machine does not see that.
     fake_device.machine.synchronize()
     expect_no_race()
-    sent = run.state.stats()["wire_bytes"] if change is None else 0
-    return {"outcomes": outcomes, "wire_bytes": sent}
-
-
-def check_scenario(device: str, every: int) -> Scenario:
-    return Scenario(
-        KINDS, 3, options={"check_every": every}, ddp={"bucket_cap_mb": 0.02}, device=device
-    )
-
-
-@pytest.mark.torch_core
-@pytest.mark.parametrize("device", ["streamed", "staged"])
-def test_equal_parameters_raise_no_alarm(device_worlds: Worlds, device: str) -> None:
-    bytes_by_every = []
-    for every in (0, 2):
-        scenario = check_scenario(device, every)
-        answers = device_worlds(3).run(case_check, scenario=scenario, change=None)
-        for answer in answers:
-            assert [o.error for o in answer["outcomes"]] == [None] * 5
-        bytes_by_every.append([answer["wire_bytes"] for answer in answers])
-    for plain, checked in zip(*bytes_by_every, strict=True):
-        assert checked - plain == 2 * 2 * (64 + 8 * len(KINDS))  # steps 2 and 4
+    return outcomes
 
 
 @pytest.mark.parametrize(("device", "name"), [("staged", "channels"), ("streamed", "bias")])
 def test_one_bit_on_one_rank_is_named_on_all(device_worlds: Worlds, device: str, name: str) -> None:
-    scenario = check_scenario(device, 4)
+    options, ddp = {"check_every": 4}, {"bucket_cap_mb": 0.02}
+    scenario = Scenario(KINDS, 3, options=options, ddp=ddp, device=device)
     # In the step that looks: adding a gradient may round the bit away.
-    answers = device_worlds(3).run(case_check, scenario=scenario, change=(4, 2, name))
-    for answer in answers:
-        outcomes = answer["outcomes"]
+    answers = device_worlds(3).run(case_check, scenario=scenario, rank=2, name=name)
+    for outcomes in answers:
         assert [o.error for o in outcomes] == [None] * 4 + ["DivergedError"]
         assert f"parameter '{name}' of rank 2 differs from that of rank 0 at step 4" in (
             outcomes[4].text
         )
-    assert len({answer["outcomes"][4].headline for answer in answers}) == 1
+    assert len({outcomes[4].headline for outcomes in answers}) == 1

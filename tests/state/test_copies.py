@@ -48,29 +48,6 @@ def test_copied_state_says_that_it_is_unbound_and_can_be_bound(how: str) -> None
 
 
 @on_ranks(2)
-def test_a_copied_model_takes_another_hook() -> None:
-    run = Run(SCENARIO)
-    own = set(vars(DistributedDataParallel(copy.deepcopy(run.model))))
-    with warned():
-        copied = [copy.deepcopy(run.ddp), pickle.loads(pickle.dumps(run.ddp))]
-    for ddp in copied:
-        called: list[bool] = []
-        ddp.register_comm_hook(
-            None,
-            lambda _, bucket: called.append(True) or done(bucket.buffer()),  # noqa: B023
-        )
-        ddp(run.targets(0)).backward()
-        assert called
-    assert set(vars(copied[0])) <= own
-
-
-def done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(tensor)
-    return future
-
-
-@on_ranks(2)
 def test_averaged_weights_leave_the_training_alone() -> None:
     """An exponential moving average, of the module and of the whole DistributedDataParallel."""
     run = Run(SCENARIO)
