@@ -6,8 +6,8 @@ set -euo pipefail
 python=$PWD/$1/bin/python
 site=build/asan/site
 tests=()
-for subject in bad_input codec_bytes codec_payloads connecting damaged_states elastic failing_ranks faults \
-  momentum node_memory nodes forged_messages reducer reducer_errors fsdp2 shared_memory; do
+for subject in misuse codec_bytes codec_payloads connecting damaged_states elastic failing_ranks faults \
+  momentum node_memory nodes reducer reducer_errors fsdp2 shared_memory; do
   tests+=(tests/*/test_"$subject".py)
 done
 build() {  # build PRESET TITLE OPTION...

@@ -29,7 +29,7 @@ FILES = (
     "test_fsdp2_device.py",
     "test_reducer.py",
     "test_rank_mismatch.py",
-    "test_elastic_alone.py",
+    "test_elastic.py",
     "test_workspace.py",
     "test_diloco_device.py",
 )
