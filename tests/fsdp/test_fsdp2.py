@@ -249,18 +249,23 @@ def case_gradients(
     return gradients_of(model, sharding, 3)
 
 
+REPLICATED = Sharding(4, 1, kind="replicate", passes=2, accumulates="shards", whole=True)
+WITHOUT_CODEC: dict[str, tuple[Sharding, str, float | None]] = {
+    "replicas": (Sharding(whole=True), "exact", None),
+    "replicas off": (Sharding(whole=True), "off", None),
+    "passes": (Sharding(passes=2, whole=True), "exact", None),
+    "shards of passes": (Sharding(passes=3, accumulates="shards", whole=True), "exact", None),
+    "replicate": (REPLICATED, "exact", None),
+    "sum of replicas": (Sharding(reduce_dtype=torch.float16, whole=True), "exact", None),
+    "factor": (Sharding(whole=True), "exact", 2.0),  # gloo has no other than the number of shards
+    "average": (Sharding(1, 4, whole=True), "exact", None),
+    "sum": (Sharding(1, 4, reduce_dtype=torch.float16, whole=True), "exact", None),
+    "scatter off": (Sharding(1, 4, reduce_dtype=torch.float16, whole=True), "off", None),
+}
+
+
 @pytest.mark.torch_core
-@pytest.mark.parametrize(
-    ("sharding", "codec", "factor"),
-    [
-        (Sharding(whole=True), "off", None),
-        (Sharding(whole=True), "exact", 2.0),  # gloo has no other than the number of shards
-        (Sharding(1, 4, whole=True), "exact", None),
-        (Sharding(1, 4, reduce_dtype=torch.float16, whole=True), "exact", None),
-        (Sharding(1, 4, reduce_dtype=torch.float16, whole=True), "off", None),
-    ],
-    ids=["replicas off", "factor", "average", "sum", "scatter off"],
-)
+@pytest.mark.parametrize(("sharding", "codec", "factor"), WITHOUT_CODEC.values(), ids=WITHOUT_CODEC)
 def test_without_a_codec_gradients_are_those_of_fsdp2(
     worlds: Worlds, sharding: Sharding, codec: str, factor: float | None
 ) -> None:
@@ -327,8 +332,8 @@ def test_a_pass_of_several_sharded_parts_is_one_step(
 
     mesh = Sharding().mesh()
     torch.manual_seed(3)
-    model = nn.Sequential(*(fully_shard(nn.Linear(40, 40), mesh=mesh["shard"]) for _ in range(3)))
-    state = gradferry.fsdp.attach(model, "q4", mesh["replica"], momentum=momentum)
+    model = nn.Sequential(*(fully_shard(nn.Linear(40, 40), mesh=mesh) for _ in range(3)))
+    state = gradferry.fsdp.attach(model, "q4", momentum=momentum)
     for step in range(3):
         x = torch.ones(2, 40, requires_grad=checkpointed)
         for part in model:
@@ -467,8 +472,8 @@ def test_kinds_of_models_have_the_gradients_of_fsdp2(kind: Callable[..., nn.Modu
     torch._dynamo.reset()
     mesh = Sharding().mesh()
     expected = gradients(kind(mesh))
-    model = kind(mesh["shard"])
-    state = gradferry.fsdp.attach(model, "exact", mesh["replica"])
+    model = kind(mesh)
+    state = gradferry.fsdp.attach(model, "exact")
     assert same(gradients(model), expected)
     assert (state.stats()["steps"], state.stats()["fallbacks"]) == (2, 0)
 
@@ -598,9 +603,9 @@ def case_all(
     mesh = sharding.mesh()
 
     def made() -> tuple[Any, Any]:
-        model = sharding.model(mesh["shard"])
+        model = sharding.model(mesh)
         options = {"reduce_scatter": "q4", "all_gather": "q8", "keep_gathered": keep, **feedback}
-        return model, gradferry.fsdp.attach(model, "q4", mesh["replica"], **options)
+        return model, gradferry.fsdp.attach(model, "q4", **options)
 
     def train() -> tuple[Any, dict[str, Any], list[Any]]:
         model, state = made()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import gradferry
 import pytest
@@ -20,12 +18,10 @@ from gathering import ONLY_GATHERS, built, targets_of
 from gradferry.averaging import step_numbers
 from on_ranks import on_ranks
 from outcomes import Outcome, attempt
-from own_groups import own_group
 from relays import Relays
 from sharding import SHAPES, Chosen, Model, Sharding, attached, bits
-from stepping import texts, warned
+from stepping import texts
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -44,12 +40,9 @@ HYBRID, FOUR = Sharding(), Sharding(1, 4)
 # --- at attach ------------------------------------------------------------------------------------
 
 
-def replicas(
-    mesh: DeviceMesh, model: Any = None, group: Any = None, codec: str = "q4", **options: Any
-) -> None:
-    model = HYBRID.model(mesh["shard"]) if model is None else model
-    group = mesh["replica"] if group is None else group
-    gradferry.fsdp.attach(model, codec, replicate_group=group, **options)
+def replicas(mesh: DeviceMesh, model: Any = None, codec: str = "q4", **options: Any) -> None:
+    model = HYBRID.model(mesh) if model is None else model
+    gradferry.fsdp.attach(model, codec, **options)
 
 
 def scatter(mesh: DeviceMesh, codec: str = "q4", **options: Any) -> None:
@@ -141,20 +134,14 @@ def encoded_model(mesh: DeviceMesh) -> Any:
 
 
 def twice(attach: Callable[..., None], mesh: DeviceMesh, **options: Any) -> None:
-    model = built("plain") if attach is gathers else HYBRID.model(mesh["shard"])
+    model = built("plain") if attach is gathers else HYBRID.model(mesh)
     attach(mesh, model, **options)
     attach(mesh, model, **options)
 
 
-def replicas_without_all_reduce(mesh: DeviceMesh) -> None:
-    """The error of a pass is that of all later ones."""
-    model: Any = HYBRID.model(mesh["shard"])
-    replicas(mesh, model)
-    model.set_requires_all_reduce(False)
-    loss = model(HYBRID.targets(0, 0, dist.get_rank()))
-    assert attempt(loss.backward).error == "StateError"
-    model.set_requires_all_reduce(True)
-    HYBRID.backward(model, 0)
+def replicated(mesh: DeviceMesh, **options: Any) -> None:
+    model = dataclasses.replace(HYBRID, kind="replicate").model(mesh["replica"])
+    gradferry.fsdp.attach(model, "q4", **options)
 
 
 def premultiplied_scatter(mesh: DeviceMesh) -> None:
@@ -173,18 +160,17 @@ REFUSED: dict[str, dict[str, list[Row]]] = {
             (lambda m: replicas(m, 3), "a module, not int"),
             (lambda m: replicas(m, Model()), "no parameters under FSDP2"),
             (lambda m: replicas(m, of_fsdp1()), "(FSDP1)"),
-            (lambda m: replicas(m, HYBRID.model(m)), "over replicas itself"),
-            (lambda m: replicas(m, group=m), "a mesh of 2 dimensions"),
-            (lambda m: replicas(m, group=m["shard"]), "this rank's shard group"),
+            (lambda m: replicated(m, reduce_scatter="q4"), "is replicated, not sharded"),
+            (lambda m: replicated(m, all_gather="q8"), "which gathers nothing"),
             (lambda m: replicas(m, codec="auto"), "codec='auto'"),
             (lambda m: replicas(m, codec="q5"), "q5"),
             (lambda m: replicas(m, meta_model(m)), "attach after model.to_empty"),
-            (lambda m: replicas(m, model_of_two_meshes(m)), "over one mesh"),
+            (lambda m: replicas(m, model_of_two_meshes(m)), "one mesh for all modules"),
             (lambda m: twice(replicas, m), "attached to this model already"),
         ],
         "RankMismatchError": [
             (
-                lambda m: replicas(m, HYBRID.model(m["shard"], seed=dist.get_rank() // 2)),
+                lambda m: replicas(m, HYBRID.model(m, seed=dist.get_rank() // 2)),
                 "rank {second} differs from rank {first} in values of 'table'",
             ),
             (
@@ -192,7 +178,6 @@ REFUSED: dict[str, dict[str, list[Row]]] = {
                 "rank {second} differs from rank {first} in codec",
             ),
         ],
-        "StateError": [(replicas_without_all_reduce, "set_requires_all_reduce(False)")],
     },
     "scatter": {
         "ConfigError": [
@@ -292,76 +277,17 @@ def test_a_rank_alone_gathers_nothing() -> None:
     sharding.backward(models[1], 0)
 
 
-@contextlib.contextmanager
-def hears_late(said: Store) -> Iterator[None]:
-    """Rank 0 looks whether it waits for nothing only when rank 3 knows of the error and has told
-    it; and if rank 3 has gone on by then, when rank 2 has come from there, too.
-    """
-    from gradferry.core.rendezvous import store_of
-
-    rendezvous = sys.modules["gradferry.fsdp.rendezvous"]
-    meet = rendezvous.meet
-
-    def late(group: Any, longest: Any, purpose: str, beside: Any = None) -> None:
-        if purpose == "hear of an error" and dist.get_rank() == 3:
-            said.set("rank 3", "waits until all know")
-        is_late = beside is not None and dist.get_rank() == 0
-        if is_late and said.get("rank 3") == b"has gone on":  # get() waits until it is there
-            store = PrefixStore("gradferry/meetings", store_of(group))
-            store.wait([f"{store.add('number', 0)}/rank/1"])
-        meet(group, longest, purpose, beside)
-
-    with mock.patch.object(rendezvous, "meet", late):
-        yield
-
-
-# What one rank gives for its group, and the error.
-NO_REPLICAS = {
-    None: "replicate_group is missing",
-    "replica": "group='replica' is no process group",
-    "shard": "replicate_group has ranks [2, 3] of this rank's shard group",
-    "own": "torch.distributed does not know replicate_group",
-}
-
-
-@pytest.mark.torch_core
-@pytest.mark.parametrize("given", NO_REPLICAS, ids=["missing", "wrong", "shards", "unknown"])
-@on_ranks(4)
-def test_a_rank_without_replicate_group_does_not_keep_the_others_waiting(given: Any) -> None:
-    """Rank 2 cannot tell its replica on rank 0. Groups of a mesh wait for five minutes, and a case
-    has one.
-    """
-    from gradferry.core.rendezvous import store_of
-
-    said = store_of(dist.new_group())
-    mesh = HYBRID.mesh()
-    model = HYBRID.model(mesh["shard"])
-    own = own_group("own", dist.HashStore(), 0, 1)
-    wrong = {"shard": mesh["shard"], "own": own}.get(given, given)
-    rank, text = dist.get_rank(), NO_REPLICAS[given]
-    with hears_late(said):
-        refused = attempt(
-            lambda: gradferry.fsdp.attach(model, "q4", wrong if rank == 2 else mesh["replica"])
-        )
-        if rank == 3 and not said.check(["rank 3"]):
-            said.set("rank 3", "has gone on")
-        gradferry.fsdp.attach(model, "q4", mesh["replica"])
-        HYBRID.backward(model, 0)
-    assert refused.error == "ConfigError"
-    assert refused.text.startswith(text if rank == 2 else f"rank 2: {text}"), refused.text
-
-
 @pytest.mark.torch_core
 @on_ranks(4)
 def test_all_shards_hear_of_an_error_in_one() -> None:
     mesh = HYBRID.mesh()
     for frozen in (False, True):
-        model: Any = HYBRID.model(mesh["shard"])
+        model: Any = HYBRID.model(mesh)
         model.table.requires_grad_(not frozen)
         if dist.get_rank() == 2:
             with torch.no_grad():
                 model.table.to_local().add_(1.0)
-        outcome = attempt(lambda: gradferry.fsdp.attach(model, "q4", mesh["replica"]))  # noqa: B023
+        outcome = attempt(lambda: gradferry.fsdp.attach(model, "q4"))  # noqa: B023
         assert outcome.error == "RankMismatchError"
         assert "values of 'table'" in outcome.text
 
@@ -374,41 +300,19 @@ def test_parameters_outside_are_named() -> None:
     mesh = HYBRID.mesh()
     torch.manual_seed(0)
     model = Model()
-    fully_shard(model.blocks[0], mesh=mesh["shard"])
+    fully_shard(model.blocks[0], mesh=mesh)
     with texts(__file__) as said:
-        gradferry.fsdp.attach(model, "q4", mesh["replica"])
+        gradferry.fsdp.attach(model, "q4")
     count = sum(len(shapes) for shapes in SHAPES.values()) - len(SHAPES["blocks.0"])
     (text,) = said
     assert f"'table' and {count - 1} more" in text
 
 
-@pytest.mark.parametrize("siblings", ["trained", "frozen"])
-@on_ranks(4)
-def test_part_of_a_sharded_model_is_warned_of_once_it_is_known(siblings: str) -> None:
-    mesh = HYBRID.mesh()
-    model: Any = HYBRID.model(mesh["shard"])
-    with warned() as said:
-        gradferry.fsdp.attach(model.blocks[0], "q4", mesh["replica"])
-        if siblings == "frozen":
-            for part in (model.table, model.scale, model.blocks[1]):
-                part.requires_grad_(False)
-        for step in range(2):
-            model(HYBRID.targets(step, 0, dist.get_rank()))
-    assert len(said) == (1 if siblings == "trained" else 0)
-    assert all("'the model' and 1 more" in str(each.message) for each in said)
-
-
-@pytest.mark.parametrize("of", ["parts", "block"])
 @on_ranks(2)
-def test_a_warning_that_is_an_error_on_one_rank_ends_all(of: str) -> None:
-    """On rank 0 warnings are errors: of a parameter without a gradient, or of a block that is
-    attached alone.
-    """
-    sharding = Sharding(2, 1, without=(("blocks.0", "bias"),) if of == "parts" else ())
-    mesh, rank = sharding.mesh(), dist.get_rank()
-    model: Any = sharding.model(mesh["shard"])
-    target = model if of == "parts" else model.blocks[0]
-    state = gradferry.fsdp.attach(target, "q4", mesh["replica"])
+def test_a_warning_that_is_an_error_on_one_rank_ends_all() -> None:
+    """On rank 0 warnings are errors: of a parameter without a gradient."""
+    sharding, rank = Sharding(2, 1, without=(("blocks.0", "bias"),)), dist.get_rank()
+    model, state = attached(sharding)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if rank else "error", gradferry.GradferryWarning)
         for step in range(2):
@@ -417,7 +321,7 @@ def test_a_warning_that_is_an_error_on_one_rank_ends_all(of: str) -> None:
                 break
     assert outcome.error == ("PeerError" if rank else "GradferryWarning")
     assert rank == 0 or "rank 0: GradferryWarning: " in outcome.text
-    assert state.stats()["fallbacks"] == (of == "parts")  # both were in the collective
+    assert state.stats()["fallbacks"] == 1  # both were in the collective
 
 
 # --- in training ----------------------------------------------------------------------------------
@@ -455,12 +359,10 @@ class Two(Chosen):
 def case_damaged(where: str, lane: str, shards: int = 4, **options: Any) -> dict[str, Any]:
     """One bit flips on the way from rank 1 to one other rank."""
     mesh = Sharding(4 // shards, shards).mesh()
-    if shards < 4:
-        options["replicate_group"] = mesh["replica"]
     torch.manual_seed(5)
     model: Any = Two()
     for module in (model.inner, model):
-        fully_shard(module, mesh=mesh["shard"])
+        fully_shard(module, mesh=mesh if shards < 4 else mesh["shard"])
     relays = Relays()
     with relays.between() if dist.get_rank() == 1 else contextlib.nullcontext():
         state = gradferry.fsdp.attach(model, "q4", **options)
@@ -578,7 +480,7 @@ def with_another_group(model: Any) -> None:
 
 
 def assigned(model: Any) -> None:
-    other = HYBRID.model(HYBRID.mesh()["shard"])
+    other = HYBRID.model(HYBRID.mesh())
     model.load_state_dict(other.state_dict(), assign=True)
 
 
@@ -625,13 +527,13 @@ def test_fully_shard_after_attach_is_an_error() -> None:
     mesh = HYBRID.mesh()
     later: Any = Model()
     for module in later.blocks:
-        fully_shard(module, mesh=mesh["shard"])
+        fully_shard(module, mesh=mesh)
     with torch.no_grad():
         for parameter in later.parameters():
             parameter.zero_()
     with texts(__file__):  # that the root is not sharded
-        gradferry.fsdp.attach(later, "q4", mesh["replica"])
-    fully_shard(later, mesh=mesh["shard"])
+        gradferry.fsdp.attach(later, "q4")
+    fully_shard(later, mesh=mesh)
     outcome = attempt(lambda: HYBRID.backward(later, 0))
     assert outcome.error == "StateError"
     assert "fully_shard was called on 'the model' after attach" in outcome.text
@@ -680,10 +582,11 @@ def test_another_hook_on_shards_is_an_error_on_all_ranks() -> None:
         model.set_requires_gradient_sync(True)
     assert before == []
     if dist.get_rank() == 1:
-        model.set_all_reduce_hook(lambda reduced: None)
+        group = model._get_fsdp_state()._fsdp_param_group
+        group.mesh_info.replicate_process_group = dist.group.WORLD
     outcome = attempt(lambda: train_sharded(sharding, model, 1))
     assert outcome.error in ("StateError", "PeerError")  # its own, or another rank's
-    assert "rank 1: 'the model' was given another all-reduce hook after attach" in (
+    assert "rank 1: 'the model' was given another group of replicas after attach" in (
         outcome.text if outcome.error == "PeerError" else f"rank 1: {outcome.text}"
     )
 
@@ -712,10 +615,9 @@ def test_check_names_a_parameter_beside_the_shards(every: int) -> None:
 @on_ranks(2)
 def test_a_parameter_that_was_warned_about_at_attach_ends_no_training() -> None:
     sharding = Sharding(replicas=2, shards=1)
-    mesh = sharding.mesh()
-    model: Any = sharding.model(mesh["shard"])
+    model: Any = sharding.native()
     model.added = nn.Linear(3, 3)
     with texts(__file__) as said:
-        gradferry.fsdp.attach(model, "q4", replicate_group=mesh["replica"], check_every=1)
+        gradferry.fsdp.attach(model, "q4", check_every=1)
     train_sharded(sharding, model, 2)
     assert sum("'added.weight' and 1 more" in text for text in said) == 1

@@ -186,8 +186,8 @@ class _Fsdp(_Things):
     def make_state(self) -> Any:
         mesh = self["mesh"]
         for block in (*self["model"].blocks, self["model"]):
-            self["fully_shard"](block, mesh=mesh["shard"])
-        return self["gradferry"].fsdp.attach(self["model"], "q4", mesh["replica"])
+            self["fully_shard"](block, mesh=mesh)
+        return self["gradferry"].fsdp.attach(self["model"], "q4")
 
     def make_evaluate(self) -> Any:
         return lambda model: model(self["inputs"])

@@ -158,11 +158,11 @@ class Training:
         if job.sharded:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
             for module in (self.model.first, self.model.second, self.model):
-                fully_shard(module, mesh=mesh["shard"])
+                fully_shard(module, mesh=mesh["shard"] if job.way == "fsdp scatter" else mesh)
             if job.way == "fsdp scatter":
                 gathers = "off" if job.float64 else "auto"
                 return gradferry.fsdp.attach(self.model, job.codec, all_gather=gathers, **options)
-            return gradferry.fsdp.attach(self.model, job.codec, mesh["replica"], **options)
+            return gradferry.fsdp.attach(self.model, job.codec, **options)
         if job.way.endswith("reducer"):
             return gradferry.Reducer(
                 self.model.named_parameters(),

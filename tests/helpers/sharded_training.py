@@ -29,9 +29,9 @@ class Training:
     """A model, an optimizer, and the state of its hooks."""
 
     def __init__(self, sharding: Sharding, attach: Attach) -> None:
-        self.sharding, mesh = sharding, sharding.mesh()
-        self.model = sharding.model(mesh["shard"])
-        self.state = gradferry.fsdp.attach(self.model, replicate_group=mesh["replica"], **attach)
+        self.sharding = sharding
+        self.model = sharding.model(sharding.mesh())
+        self.state = gradferry.fsdp.attach(self.model, **attach)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
 
     def train(self, steps: range) -> bytes:

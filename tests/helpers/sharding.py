@@ -13,6 +13,7 @@ import torch.distributed as dist
 from reference.layout import Parameter
 from reference.scalars import narrow, widen
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -58,7 +59,10 @@ class Sharding:
         replicas, shards: of the mesh; rank = replica * shards + shard.
         dtype: of parameters.
         reduce_dtype: of the mixed precision policy; None: no policy.
+        kind: "fully_shard", or "replicate" without shards.
         passes: backward passes per step, all but the last without synchronization.
+        accumulates: what is accumulated before the last: "gradients", or "shards", which are
+            reduced in every pass.
         without: parameters without a gradient, as (module, name).
         whole: gradients are whole numbers, whose sums have the same bits in every order.
         device: where it is: "streamed" and "staged" mean the fake device of tests/engine/streams.
@@ -68,7 +72,9 @@ class Sharding:
     shards: int = 2
     dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype | None = None
+    kind: str = "fully_shard"
     passes: int = 1
+    accumulates: str = "gradients"
     without: tuple[tuple[str, str], ...] = ()
     whole: bool = False
     device: str = "cpu"
@@ -110,13 +116,16 @@ class Sharding:
         torch.manual_seed(seed)
         model = Model(self.dtype).to(self.place)
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.reduce_dtype)
+        wrap = replicate if self.kind == "replicate" else fully_shard
         for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            wrap(module, mesh=mesh, mp_policy=policy)
         return model
 
     def native(self) -> nn.Module:
-        """By FSDP2 alone, over several replicas by its own hybrid sharding."""
+        """By FSDP2 alone."""
         mesh = self.mesh()
+        if self.kind == "replicate":
+            return self.model(mesh["replica"])
         return self.model(mesh if self.replicas > 1 else mesh["shard"])
 
     def gradient(self, step: int, turn: int, rank: int, module: str, name: str) -> np.ndarray:
@@ -144,7 +153,10 @@ class Sharding:
 
     def backward(self, model: Any, step: int) -> None:
         for turn in range(self.passes):
-            model.set_requires_gradient_sync(turn == self.passes - 1)
+            if self.accumulates == "shards":
+                model.set_requires_all_reduce(turn == self.passes - 1)
+            else:
+                model.set_requires_gradient_sync(turn == self.passes - 1)
             model(self.targets(step, turn, dist.get_rank())).backward()
 
     def named(self) -> list[tuple[str, str]]:
@@ -201,11 +213,10 @@ def attached(sharding: Sharding, codec: str = "q4", **options: Any) -> tuple[Any
     """A model and its state. Gradients are averaged over replicas, or reduce-scattered, without a
     compressed all-gather, where there is one replica.
     """
-    mesh = sharding.mesh()
-    model = sharding.model(mesh["shard"])
-    if sharding.replicas > 1:
-        return model, gradferry.fsdp.attach(model, codec, mesh["replica"], **options)
-    return model, gradferry.fsdp.attach(model, codec, **{"all_gather": "off", **options})
+    model = sharding.native()
+    if sharding.replicas == 1:
+        options = {"all_gather": "off", **options}
+    return model, gradferry.fsdp.attach(model, codec, **options)
 
 
 def local_gradients(model: nn.Module) -> list[np.ndarray]:

@@ -149,8 +149,8 @@ def test_shards_have_plain_names_as_well() -> None:
     for wrap in (lambda model: model, compiled):
         sharding = Sharding(2, 1)
         mesh = sharding.mesh()
-        model = wrap(sharding.model(mesh["shard"]))
-        state = gradferry.fsdp.attach(model, "q4", mesh["replica"])
+        model = wrap(sharding.model(mesh))
+        state = gradferry.fsdp.attach(model, "q4")
         layout = state.state_dict()["shard_0_of_1"]["layout"]
         found.append(([p.name for p in state.parameters], layout))
     assert found[0] == found[1]
@@ -398,11 +398,10 @@ def test_every_way_in_has_small_matrices() -> None:
 def test_whole_parameters_decide_under_fsdp2() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     model = Sharded()
-    fully_shard(model, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh)
     state = gradferry.fsdp.attach(
         model,
         "sign1",
-        mesh["replica"],
         reduce_scatter=TOPK,
         scatter_feedback="worker",
         all_gather="q8",

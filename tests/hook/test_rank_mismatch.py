@@ -308,13 +308,12 @@ def steps_of_reducer(scaler: Scaler) -> Callable[[], None]:
 
 def steps_of_shards(scaler: Scaler, scatters: bool, **options: Any) -> Callable[[], None]:
     sharding = Sharding(replicas=1 if scatters else 2, shards=2 if scatters else 1)
-    mesh = sharding.mesh()
-    model = sharding.model(mesh["shard"])
+    model = sharding.native()
     if scatters:
         options |= {"grad_scaler": scaler, "all_gather": "off"}
         gradferry.fsdp.attach(model, "q4", **options)
     else:
-        gradferry.fsdp.attach(model, "q4", mesh["replica"], grad_scaler=scaler, **options)
+        gradferry.fsdp.attach(model, "q4", grad_scaler=scaler, **options)
 
     def step() -> None:
         model.zero_grad()

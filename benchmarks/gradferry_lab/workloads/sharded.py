@@ -30,17 +30,14 @@ def sharded(
 ) -> ParallelModel:
     """For arguments see `parallel.parallelize`."""
     model = build_model()
-    replicas = mesh["replica"]
-    averages = replicas.size() > 1
+    averages = mesh["replica"].size() > 1
     codec, options, dtype = _asked(hook, how)
-    whole_mesh = averages and codec is None and hook != NO_HOOK
-    _shard(model, mesh if whole_mesh else mesh["shard"], dtype)
+    _shard(model, mesh if averages and hook != NO_HOOK else mesh["shard"], dtype)
     modules = sharded_modules(model)
     state: fsdp.ShardedState | None = None
-    if codec is not None and averages:
+    if averages:
         options["nodes"] = how.nodes
-        state = fsdp.attach(model, codec, replicas, seed=how.seed, **options)
-    elif codec is not None:
+    if codec is not None:
         state = fsdp.attach(model, codec, seed=how.seed, **options)
     elif hook == NO_HOOK and not averages:
         for module in modules:

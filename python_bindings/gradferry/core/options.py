@@ -114,10 +114,10 @@ class ShardedOptions(Options, total=False):
 
     Attributes:
         reduce_scatter: the codec of the reduce-scatter of gradients within a replica; ``"off"``
-            leaves it to FSDP2. ``"auto"`` is `codec`, or ``"off"`` with `replicate_group`.
+            leaves it to FSDP2. ``"auto"`` is `codec`, or ``"off"`` where there are replicas.
         all_gather: the codec of the all-gather of parameters: ``"exact"``, ``"bf16"``, ``"q8"`` or
-            ``"q4"``; ``"off"`` leaves it to FSDP2. ``"auto"`` is ``"q8"``, or ``"off"`` with
-            `replicate_group`, with codec ``"off"``, and where the shard group is one rank.
+            ``"q4"``; ``"off"`` leaves it to FSDP2. ``"auto"`` is ``"q8"``, or ``"off"`` where
+            there are replicas, with codec ``"off"``, and where the shard group is one rank.
         keep_gathered: if true, a backward pass computes with what the forward pass gathered, and
             gathers nothing again. Keeps the messages of all ranks: 1.02 bytes per parameter of the
             whole model on every rank with ``q8``, 0.54 with ``q4``; beside `workspace_cap_mb`.

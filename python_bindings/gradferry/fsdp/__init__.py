@@ -1,8 +1,8 @@
 """Compression of what FSDP2 (``torch.distributed.fsdp.fully_shard``) exchanges.
 
 >>> for block in (*model.blocks, model):
-...     fully_shard(block, mesh=mesh["shard"])
->>> state = gradferry.fsdp.attach(model, "q4", mesh["replica"])
+...     fully_shard(block, mesh=mesh)
+>>> state = gradferry.fsdp.attach(model, "q4")
 """
 
 from gradferry.fsdp.attach import attach

@@ -7,20 +7,27 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from gradferry import _native
 from gradferry.averaging.advice import warn_about_rules, watch_optimizer
 from gradferry.averaging.running import Running, propose
 from gradferry.averaging.start import start
-from gradferry.core.agreement import Record, on_all_ranks
+from gradferry.core.agreement import (
+    Record,
+    error_record,
+    gather_records,
+    interrupts_told,
+    on_all_ranks,
+    raise_first_error,
+    rendezvous_place,
+)
 from gradferry.core.config import Config
 from gradferry.core.names import first_of
 from gradferry.core.options import SHARDED_DEFAULTS, ShardedOptions, takes_options
-from gradferry.core.rendezvous import world_ranks
+from gradferry.core.rendezvous import meet, patience, world_ranks
 from gradferry.core.warn import warn
-from gradferry.errors import ConfigError, GradferryError
+from gradferry.errors import ConfigError, EchoError, GradferryError
 from gradferry.fsdp.choice import Choice, choose
 from gradferry.fsdp.gathers import GatherHook, Gathers, Settled
 from gradferry.fsdp.hooks import (
@@ -28,6 +35,7 @@ from gradferry.fsdp.hooks import (
     ModuleHook,
     Passes,
     ReduceScatterHook,
+    ReplicaGroup,
     ReplicaHook,
 )
 from gradferry.fsdp.model import (
@@ -37,7 +45,6 @@ from gradferry.fsdp.model import (
     sharded_modules,
     unsharded_parameters,
 )
-from gradferry.fsdp.rendezvous import any_gives, known_to_all, replicas_of
 from gradferry.fsdp.state import ALL_GATHER, REDUCE_SCATTER, REPLICAS, Attached, ShardedState
 from gradferry.fsdp.watch import Guard, watch
 
@@ -51,13 +58,13 @@ _RECOVERY_HINT = (
 def attach(
     model: nn.Module,
     codec: str = "q4",
-    replicate_group: dist.ProcessGroup | DeviceMesh | None = None,
     **options: Unpack[ShardedOptions],
 ) -> ShardedState:
     """Compresses what a model under FSDP2 exchanges, from now on. Collective.
 
-    Without `replicate_group` that is what the ranks of the shard group send each other: the
-    reduce-scatter of gradients, with `codec`, and the all-gathers of parameters, with ``q8``.
+    Under ``fully_shard`` over a mesh of one dimension that is what the ranks of the shard group
+    send each other: the reduce-scatter of gradients, with `codec`, and the all-gathers of
+    parameters, with ``q8``.
 
     >>> for block in (*model.blocks, model):
     ...     fully_shard(block)
@@ -70,16 +77,16 @@ def attach(
     backward. The parameters themselves, which optimizers step and checkpoints hold, stay as they
     are.
 
-    With `replicate_group` it is hybrid sharding: FSDP2 shards the model over the ranks of one
-    dimension of a mesh, and the reduced shards are averaged over the ranks that hold the same shard
-    of other replicas. Where replicas are on different machines, only this crosses the network.
-    Within a replica everything is FSDP2's own, unless `reduce_scatter` or `all_gather` names a
-    codec.
+    Over a mesh of two dimensions (hybrid sharding), and under FSDP2's ``replicate``, that is the
+    average over the ranks that hold the same shards of other replicas. Where replicas are on
+    different machines, only this crosses the network. Within a replica everything is FSDP2's own,
+    unless `reduce_scatter` or `all_gather` names a codec. With ``set_requires_all_reduce(False)``
+    FSDP2 accumulates reduced gradients, and the exchange runs in the last pass alone.
 
-    >>> mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replica", "shard"))
+    >>> mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
     >>> for block in (*model.blocks, model):
-    ...     fully_shard(block, mesh=mesh["shard"])
-    >>> state = gradferry.fsdp.attach(model, "q4", mesh["replica"])
+    ...     fully_shard(block, mesh=mesh)
+    >>> state = gradferry.fsdp.attach(model, "q4")
 
     Call it once on every rank, after the last ``fully_shard`` and change to the model, and before
     the first forward pass. Replicas must begin with equal parameters.
@@ -95,12 +102,10 @@ def attach(
     needs a gradient of every parameter in every pass.
 
     Args:
-        model: under ``torch.distributed.fsdp.fully_shard``, over a mesh of one dimension.
+        model: under ``torch.distributed.fsdp.fully_shard`` or ``replicate``.
         codec: as for `gradferry.attach`, but not ``"auto"``, which tries codecs in the steps of
             DistributedDataParallel. The number of dimensions and elements that decide which
             parameters are sent as they are is that of this rank's shard.
-        replicate_group: of the ranks that hold this rank's shard: a process group, or a DeviceMesh
-            of one dimension. None: there are none, or FSDP2 does not average over them.
         **options: see `gradferry.Options`.
 
     Returns:
@@ -122,7 +127,7 @@ def attach(
     modules = sharded_modules(model)
     attached: list[Attached] = []
     try:
-        _begin(model, codec, replicate_group, options, modules, attached)
+        _begin(model, codec, options, modules, attached)
     except BaseException:
         attached.clear()  # otherwise the traceback would keep the connections alive
         raise
@@ -135,32 +140,36 @@ def attach(
 def _begin(
     model: nn.Module,
     codec: str,
-    replicate_group: dist.ProcessGroup | DeviceMesh | None,
     options: Mapping[str, Any],
     modules: Sequence[ShardedModule],
     attached: list[Attached],
 ) -> None:
     """Connects all ranks, and adds the exchanges to `attached`, that of replicas first."""
-    shard_group = modules[0].shard_group
-    averages = any_gives(replicate_group is not None, shard_group, modules)
-    group = replicas_of(replicate_group, shard_group, modules) if averages else None
+    shard_group, replica_group = modules[0].shard_group, modules[0].replica_group
+    device = modules[0].device
 
     def begin_within() -> Choice:
         chosen: list[Choice] = []
 
         def choose_here() -> Record:
             _check_modules(modules)
+            averages = replica_group is not None
             chosen.append(choose(codec, options, modules, averages=averages))
             return chosen[0].record()
 
-        on_all_ranks(choose_here, shard_group, modules[0].device, alike=True)
-        if chosen[0].reduce_scatter is not None:
-            attached.append(_reduce_scatter(chosen[0].reduce_scatter, shard_group, modules))
-        if chosen[0].all_gather is not None:
-            attached.append(_all_gather(chosen[0].all_gather, shard_group, modules))
+        if shard_group is None:
+            choose_here()
+        else:
+            longest = patience(shard_group, rendezvous_place(shard_group, device))
+            meet(shard_group, longest, "come to attach")
+            on_all_ranks(choose_here, shard_group, device, alike=True)
+            if chosen[0].reduce_scatter is not None:
+                attached.append(_reduce_scatter(chosen[0].reduce_scatter, shard_group, modules))
+            if chosen[0].all_gather is not None:
+                attached.append(_all_gather(chosen[0].all_gather, shard_group, modules))
         return chosen[0]
 
-    if group is None:
+    if replica_group is None:
         begin_within()
     else:
         own: Exception | None = None
@@ -175,7 +184,7 @@ def _begin(
             assert choice.replicas is not None
             return choice.replicas, {**choice.record(), **_values(model)}
 
-        attached.insert(0, _averages(configuration, group, shard_group, modules))
+        attached.insert(0, _averages(configuration, replica_group, modules))
 
 
 def _connect(attached: Sequence[Attached]) -> None:
@@ -193,22 +202,45 @@ def _connect(attached: Sequence[Attached]) -> None:
 def _averages(
     configuration: Callable[[], tuple[Config, Record]],
     group: dist.ProcessGroup,
-    shard_group: dist.ProcessGroup,
     modules: Sequence[ShardedModule],
 ) -> Attached:
     shards = [shard for module in modules for shard in module.shards]
-    part = f"shard_{dist.get_rank(shard_group)}_of_{dist.get_world_size(shard_group)}"
-    part += shards[0].place_in_mesh()
+    shard_group = modules[0].shard_group
+    rank, size = (0, 1) if shard_group is None else (shard_group.rank(), shard_group.size())
+    part = f"shard_{rank}_of_{size}{shards[0].place_in_mesh()}"
 
     def propose_here() -> Running:
         config, record = configuration()
-        _check_replicas(modules)
         owned = [(shard, None) for shard in shards]
         return _propose(config, group, modules, {"shard": part, **record}, owned)
 
-    running = known_to_all(shard_group, modules, lambda: _start(group, modules, propose_here))
+    running = _known_within(modules, lambda: _start(group, modules, propose_here))
     hooks = _gradient_hooks(ReplicaHook, running, modules)
     return Attached(REPLICAS, running, hooks, part)
+
+
+def _known_within(modules: Sequence[ShardedModule], act: Callable[[], Running]) -> Running:
+    """Returns what `act` does. Its error on one rank of the shard group is raised on all."""
+    group, device = modules[0].shard_group, modules[0].device
+    if group is None:
+        return act()
+    made: list[Running] = []
+    own: Exception | None = None
+    try:
+        with interrupts_told(group):
+            try:
+                made.append(act())
+            except Exception as error:
+                own = error
+            meet(group, patience(group, rendezvous_place(group, device)), "attach")
+            records = gather_records({} if own is None else error_record(own), group, device)
+        raise_first_error(records, group)
+    except BaseException as error:
+        made.clear()  # otherwise the traceback would keep the connections alive
+        if own is None or isinstance(own, EchoError) or not isinstance(error, GradferryError):
+            raise
+        raise own from None
+    return made[0]
 
 
 def _reduce_scatter(
@@ -351,30 +383,26 @@ def _finish(
 
 
 def _check_modules(modules: Sequence[ShardedModule]) -> None:
-    members = world_ranks(modules[0].shard_group)
+    members = [world_ranks(group) for group in modules[0].groups]
     for module in modules:
         module.expect_values()
-        theirs = world_ranks(module.shard_group)
+        if isinstance(module.all_reduce_group, ReplicaGroup):
+            raise _attached_already(module)
+        theirs = [world_ranks(group) for group in module.groups]
         if theirs != members:
             raise ConfigError(
-                f"{module.name!r} is sharded over ranks {theirs}, {modules[0].name!r} over "
-                f"{members}; shard all modules over one mesh"
+                f"{module.name!r} is sharded and replicated over ranks {theirs}, "
+                f"{modules[0].name!r} over {members}; use one mesh for all modules"
             )
 
 
-def _check_replicas(modules: Sequence[ShardedModule]) -> None:
-    for module in modules:
-        if module.averages_replicas:
-            raise ConfigError(
-                f"FSDP2 averages {module.name!r} over replicas itself, since its mesh has two "
-                "dimensions; shard over one, fully_shard(module, mesh=mesh['shard'])"
-            )
-        _expect_free(module, "an all-reduce hook", module.all_reduce_hook)
+def _attached_already(module: ShardedModule) -> ConfigError:
+    return ConfigError(f"gradferry is attached to this model already, at {module.name!r}")
 
 
 def _expect_free(module: ShardedModule, what: str, found: object) -> None:
     if isinstance(found, (ModuleHook, Settled)):
-        raise ConfigError(f"gradferry is attached to this model already, at {module.name!r}")
+        raise _attached_already(module)
     if found is not None:
         raise ConfigError(
             f"{module.name!r} already has {what} that is not FSDP2's own, {found!r}; FSDP2 takes "

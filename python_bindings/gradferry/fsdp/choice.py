@@ -53,14 +53,14 @@ def choose(
         codec: as given to `gradferry.fsdp.attach`.
         given: its options.
         modules: of the model.
-        averages: whether any rank of the shard group has given replicas.
+        averages: whether there are replicas.
 
     Raises:
         ConfigError: an option is invalid, or FSDP2 or a codec cannot do that.
     """
     asked: dict[str, Any] = dict(complete(given, defaults=SHARDED_DEFAULTS))
     own = {name: asked.pop(name) for name in SHARDED_DEFAULTS if name not in DEFAULTS}
-    alone = modules[0].shard_group.size() == 1
+    alone = _num_shards(modules) == 1
     scatter, gather = own["reduce_scatter"], own["all_gather"]
     leaves_scatter = averages if scatter == AUTO else scatter == OFF
     if scatter == AUTO:
@@ -74,10 +74,10 @@ def choose(
     )
     if not averages:
         _config(codec, asked)  # checked, where reduce_scatter names another
-        _expect_defaults(asked, _OF_REPLICAS, "averages over replicas: give replicate_group")
+        _expect_defaults(asked, _OF_REPLICAS, "averages over replicas, on a mesh of two dimensions")
     if choice.replicas is None and choice.reduce_scatter is None:
         of_gradients = [name for name in asked if name not in _SHARED]
-        _expect_defaults(asked, of_gradients, "gradients: give reduce_scatter or replicate_group")
+        _expect_defaults(asked, of_gradients, "gradients: give reduce_scatter")
     if choice.reduce_scatter is None:
         _expect_defaults(own, ("scatter_feedback",), "the reduce-scatter: give reduce_scatter")
     if choice.all_gather is None:
@@ -86,10 +86,15 @@ def choose(
         )
     if choice == Choice(None, None, None):
         raise ConfigError(
-            "nothing is left to compress: give replicate_group, or another reduce_scatter or "
-            "all_gather than 'off'"
+            "nothing is left to compress: give another reduce_scatter or all_gather than 'off', or "
+            "shard over a mesh of two dimensions, whose replicas are averaged"
         )
     return choice
+
+
+def _num_shards(modules: Sequence[ShardedModule]) -> int:
+    group = modules[0].shard_group
+    return 1 if group is None else group.size()
 
 
 def _expect_defaults(given: Mapping[str, Any], names: Sequence[str], of_what: str) -> None:
@@ -112,6 +117,10 @@ def _scattering(
     codec: str, asked: Mapping[str, Any], own: Mapping[str, Any], modules: Sequence[ShardedModule]
 ) -> Config:
     feedback = own["scatter_feedback"]
+    if modules[0].shard_group is None:
+        raise ConfigError(
+            f"reduce_scatter={codec!r}: the model is replicated, not sharded; leave it out"
+        )
     if feedback not in _FEEDBACK:
         raise ConfigError(
             f"scatter_feedback={feedback!r}: means are not encoded in a reduce-scatter, so that "
@@ -122,7 +131,7 @@ def _scattering(
     codecs = [config.codec, *(rule.codec for rule in config.rules)]
     coarse = next((each for each in codecs if each.lossy and each.bits() < COARSE_BITS), None)
     if coarse is not None and feedback == "none":
-        ranks = modules[0].shard_group.size()
+        ranks = _num_shards(modules)
         mebibytes = 4 * ranks * sum(module.num_elements for module in modules) / 2**20
         raise ConfigError(
             f"{coarse} needs scatter_feedback='worker' here, which takes {mebibytes:.1f} MiB on "
@@ -148,7 +157,7 @@ def _gathering(
         raise ConfigError(f"all_gather: {error}") from error
     for number, rule in enumerate(config.rules):
         _expect_gathered(f"all_gather_rules[{number}]['codec']", str(rule.codec))
-    if modules[0].shard_group.size() == 1:
+    if _num_shards(modules) == 1:
         raise ConfigError(
             f"all_gather={codec!r}: the shard group is one rank, which gathers nothing; leave "
             "all_gather out, or shard over more ranks"

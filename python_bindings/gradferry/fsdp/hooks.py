@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import NoReturn
 
 import torch
@@ -239,32 +240,64 @@ def synced_passes(hooks: Sequence[ModuleHook]) -> int:
 
 
 class ReplicaHook(GradientHook):
-    """Averages over replicas. What ``set_all_reduce_hook`` takes."""
+    """Averages over replicas, where FSDP2 calls their group."""
 
     def set(self) -> None:
-        self.module.all_reduce_hook = self
+        self._group = ReplicaGroup(self)
+        self.module.all_reduce_group = self._group
 
     def is_set(self) -> bool:
-        return self.module.all_reduce_hook is self
+        return self.module.all_reduce_group is self._group
 
-    def __call__(self, reduce_output: torch.Tensor) -> None:
-        """Replaces this rank's shards by their average.
+    def __call__(self, gradient: torch.Tensor, op: object) -> None:
+        """Replaces this rank's shards by their reduction.
 
         Args:
-            reduce_output: what the reduce-scatter gave.
+            gradient: what the reduce-scatter gave; of complex numbers, their parts.
+            op: SUM or AVG.
         """
-        if not self.module.requires_all_reduce:
-            self._fail(
-                f"set_requires_all_reduce(False) on {self.module.name!r}: FSDP2 does not ask for "
-                "it where a hook averages over replicas, so that gradients would be averaged in "
-                "every pass; use set_requires_gradient_sync(False) to accumulate them"
-            )
-        if not self._average(reduce_output):
-            reduce_output.div_(self.running.world_size)
-            dist.all_reduce(reduce_output, group=self.running.group)
+        if self.module.shards[0].dtype.is_complex:
+            gradient = torch.view_as_complex(gradient)
+        if not self._average(gradient):
+            dist.all_reduce(gradient, op=op, group=self.running.group)
             self._warn_of_parts()
-        if self.module.sums:
-            reduce_output.mul_(self.running.world_size)
+        elif op == dist.ReduceOp.SUM:
+            gradient.mul_(self.running.world_size)
+
+
+class ReplicaGroup(dist.ProcessGroup):
+    """What FSDP2 calls in place of the group of one module's replicas: it only reduces gradients.
+
+    Attributes:
+        wrapped: that group.
+    """
+
+    def __init__(self, hook: ReplicaHook) -> None:
+        super().__init__(hook.running.rank, hook.running.world_size)
+        self.wrapped = hook.running.group
+        self._hook = hook
+
+    # torch.distributed finds the wrapped group wherever it looks this one up, as for the log of an
+    # exception.
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.wrapped
+
+    def __hash__(self) -> int:
+        return hash(self.wrapped)
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions
+    ) -> dist.Work:
+        (gradient,) = tensors
+        self._hook(gradient, opts.reduceOp)
+        return _Done()
+
+
+class _Done(dist.Work):
+    """The handle of a collective that is over."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
 
 
 class ReduceScatterHook(InOwnMemory, GradientHook):

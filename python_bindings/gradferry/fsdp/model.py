@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +26,14 @@ class Shard:
         parameter: as optimizers have it: a DTensor.
         size: of the part, with the padding that makes the parts of all ranks equal.
         dtype: in which gradients are reduced, or the parameter is gathered.
+        is_replicated: whether others have the same part, in replicas of the model.
     """
 
     name: str
     parameter: nn.Parameter
     size: torch.Size
     dtype: torch.dtype
+    is_replicated: bool = False
 
     def placeholder(self, device: torch.device) -> torch.Tensor:
         """A tensor of this size and dtype that takes the memory of one element."""
@@ -42,10 +45,12 @@ class Shard:
         return self.parameter.numel()
 
     def place_in_mesh(self) -> str:
-        """This rank's place, if tensor parallelism also divides parameters; else empty."""
+        """This rank's place in what all replicas have alike, if tensor parallelism also divides
+        parameters; else empty.
+        """
         mesh = self.parameter.device_mesh  # type: ignore[attr-defined]
-        coordinate = mesh.get_coordinate()
-        return "_at_" + "_".join(map(str, coordinate)) if mesh.ndim > 1 else ""
+        place = mesh.get_coordinate()[self.is_replicated :]  # the first dimension is the replicas'
+        return "_at_" + "_".join(map(str, place)) if len(place) > 1 else ""
 
     def values(self) -> torch.Tensor:
         """What this rank has of the parameter now. FSDP2 may replace this tensor."""
@@ -72,19 +77,14 @@ class ShardedModule:
             if each.sharded_param.requires_grad
         }
         dtype = _reduce_dtype(list(self._trained.values())) if self._trained else torch.float32
-        self.shards = [
-            Shard(_name(each, names), each.sharded_param, each.padded_sharded_param_size, dtype)
-            for each in self._trained.values()
-        ]
-        self.gathered = [
-            Shard(
-                _name(each, names),
-                each.sharded_param,
-                each.padded_sharded_param_size,
-                _gather_dtype(each),
-            )
-            for each in group.fsdp_params
-        ]
+
+        def shard(each: Any, dtype: torch.dtype) -> Shard:
+            size, parameter = each.padded_sharded_param_size, each.sharded_param
+            replicated = self.replica_group is not None
+            return Shard(_name(each, names), parameter, size, dtype, replicated)
+
+        self.shards = [shard(each, dtype) for each in self._trained.values()]
+        self.gathered = [shard(each, _gather_dtype(each)) for each in group.fsdp_params]
         self._kinds = [_kind(shard.parameter) for shard in self.gathered]
 
     @property
@@ -98,16 +98,33 @@ class ShardedModule:
         return torch.device(self._param_group().device)
 
     @property
-    def shard_group(self) -> dist.ProcessGroup:
-        """The group of the ranks among which parameters are sharded."""
-        info = self._param_group().mesh_info
-        group: dist.ProcessGroup | None = getattr(info, "shard_process_group", None)
-        if group is None:
-            raise ConfigError(
-                f"{self.name!r} is not sharded, only replicated; for replicas alone use "
-                "DistributedDataParallel and gradferry.attach"
-            )
-        return group
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The group of the ranks among which parameters are sharded; None: they are not, as under
+        ``torch.distributed._composable.replicate_with_fsdp.replicate``.
+        """
+        return getattr(self._param_group().mesh_info, "shard_process_group", None)
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The group of the ranks that have the same shards; None: there are no replicas."""
+        found = self.all_reduce_group
+        return getattr(found, "wrapped", found)
+
+    @property
+    def all_reduce_group(self) -> dist.ProcessGroup | None:
+        """What FSDP2 calls to average over replicas: their group, or what was set instead."""
+        return getattr(self._param_group().mesh_info, "replicate_process_group", None)
+
+    @all_reduce_group.setter
+    def all_reduce_group(self, group: dist.ProcessGroup) -> None:
+        info = copy.copy(self._param_group().mesh_info)  # modules share it
+        info.replicate_process_group = group
+        self._param_group().mesh_info = info
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The shard group and the replica group, as far as there are."""
+        return [group for group in (self.shard_group, self.replica_group) if group is not None]
 
     @property
     def reduce_scatter_group(self) -> str:
@@ -115,25 +132,6 @@ class ShardedModule:
         same ranks that ``set_separate_reduce_scatter_group`` made.
         """
         return str(self._param_group()._reduce_scatter_process_group.group_name)
-
-    @property
-    def requires_all_reduce(self) -> bool:
-        """What the user said by ``set_requires_all_reduce``."""
-        return bool(self._param_group().all_reduce_grads)
-
-    @property
-    def sums(self) -> bool:
-        """Whether what is reduced is a sum over all ranks, divided by a factor of the user's."""
-        return self._param_group().gradient_divide_factor is not None
-
-    @property
-    def all_reduce_hook(self) -> Any:
-        """What was set by ``set_all_reduce_hook``; None: nothing."""
-        return self._param_group()._all_reduce_hook
-
-    @all_reduce_hook.setter
-    def all_reduce_hook(self, hook: Any) -> None:
-        self._param_group()._all_reduce_hook = hook
 
     @property
     def reduce_scatter(self) -> Any:
@@ -251,11 +249,6 @@ class ShardedModule:
         settled = getattr(group, "_reduce_scatter_param_indices", None) or numbers
         return [numbers.index(number) for number in settled if number in self._trained]
 
-    @property
-    def averages_replicas(self) -> bool:
-        """Whether FSDP2 averages over replicas itself, on a mesh of two dimensions."""
-        return _averages_replicas(self._param_group())
-
     def move(self) -> str | None:
         """Which parameter has another dtype or device than at attach; None: none has."""
         for each, before in zip(self._param_group().fsdp_params, self._kinds, strict=True):
@@ -367,28 +360,6 @@ def unsharded_parameters(model: nn.Module, modules: Sequence[ShardedModule]) -> 
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and plain_name(name) not in sharded:
             yield plain_name(name)
-
-
-def modules_outside(model: nn.Module) -> Iterator[str]:
-    """Names of sharded modules that are trained together with `model`, outside of it, and whose
-    gradients nobody averages over replicas. FSDP2 knows which these are once the module around all
-    of them has begun its first forward pass.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    inside = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-    together = inside[0]._state_ctx.all_states if inside else []
-    for state in together:
-        for group in [] if state in inside else _param_groups(state):
-            trained = any(each.sharded_param.requires_grad for each in group.fsdp_params)
-            if trained and group._all_reduce_hook is None and not _averages_replicas(group):
-                yield group._module_fqn or "the model"
-
-
-def _averages_replicas(group: Any) -> bool:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
-
-    return isinstance(group.mesh_info, DDPMeshInfo)
 
 
 def _param_groups(state: Any) -> list[Any]:

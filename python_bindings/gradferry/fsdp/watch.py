@@ -13,14 +13,12 @@ from torch import nn
 
 from gradferry.averaging.silent_hook import has_gradients_of, watch_hook
 from gradferry.core.agreement import Record, on_all_ranks, rendezvous_place
-from gradferry.core.names import first_of
 from gradferry.core.rendezvous import meet, timeout_of
 from gradferry.errors import GradferryError, StateError
-from gradferry.fsdp.hooks import fail, synced_passes, warn_or_end
+from gradferry.fsdp.hooks import fail, synced_passes
 from gradferry.fsdp.model import (
     ShardedModule,
     finalizes_by_hand,
-    modules_outside,
     settle,
     sharded_modules,
     unsharded_parameters,
@@ -32,7 +30,7 @@ _MOVED = (
     "shard and attach a new model"
 )
 _NAMES = {
-    REPLICAS: "all-reduce hook",
+    REPLICAS: "group of replicas",
     REDUCE_SCATTER: "reduce-scatter",
     ALL_GATHER: "all-gather",
 }
@@ -117,8 +115,6 @@ class Guard:
         resharding = [module.resharding for module in self.modules]
         if self._compared != resharding:
             self._compare(model)
-            if self._compared is None:
-                self._warn_of_rest(model)
             self._compared = [module.resharding for module in self.modules]
         checks = self.passes() // self._every if self._every else 0
         if checks != self._checks:
@@ -155,7 +151,7 @@ class Guard:
                     )
             return {key: value for each in self.modules for key, value in each.settled().items()}
 
-        group, device = self.modules[0].shard_group, self.modules[0].device
+        group, device = self.modules[0].groups[0], self.modules[0].device
         longest = 0.9 * timeout_of(group, rendezvous_place(group, device))
         try:
             meet(group, longest, "begin this forward pass as others do")
@@ -165,17 +161,6 @@ class Guard:
                 if each.running.engine is not None:
                     each.running.engine.fail(str(error).splitlines()[0])
             raise
-
-    def _warn_of_rest(self, model: nn.Module) -> None:
-        averages = self.attached[0].name == REPLICAS  # what is left out differs between them
-        rest = list(modules_outside(model)) if averages else []
-        if rest:
-            warn_or_end(
-                self.running,
-                "gradferry.fsdp.attach was called on a part of a sharded model: the gradients "
-                f"of {first_of(rest)} are not averaged over replicas, so that these will "
-                "differ; attach to the whole model instead",
-            )
 
     def _check_parameters(self, model: nn.Module) -> None:
         for name in unsharded_parameters(model, self.modules):
