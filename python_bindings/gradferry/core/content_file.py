@@ -95,6 +95,8 @@ def _os_error(error: BaseException | None, outside: BaseException | None) -> OSE
 def _refused(content: dict[str, Any]) -> str:
     """Names the innermost part of it that cannot be loaded."""
     for path, value in _parts(content, "content"):
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            continue  # without a copy of it
         try:
             file = io.BytesIO()
             torch.save(value, file)
