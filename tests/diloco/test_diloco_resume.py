@@ -31,13 +31,15 @@ STEPS = 4 * PERIOD
 )
 @on_ranks(2)
 def test_saved_training_goes_on_with_the_same_bits(device: str, place: str, codec: str) -> None:
-    """A state is saved after each step of two periods, and loaded there and on the host."""
+    """A state is saved in a period, on the host after each step of two, and loaded there and on
+    the host.
+    """
     straight = Training(device, place, codec)
     saved = []
     for step in range(STEPS):
         saved.append(straight.saved())
         straight.train(range(step, step + 1))
-    for stop in range(2 * PERIOD + 1):
+    for stop in range(2 * PERIOD + 1) if (device, codec) == ("cpu", "q4") else [PERIOD + 1]:
         for where in {(device, place), ("cpu", "the host")}:
             resumed = Training(*where, codec)
             resumed.train(range(1))
