@@ -83,7 +83,7 @@ def open_files() -> int:
 @on_ranks()
 def test_six_lives_in_one_process_leave_nothing_behind(change: dict[str, Any]) -> None:
     """Engine threads of its own are those of a model's life; open files, and what the garbage
-    collector knows of, stay as they are. An engine allocates nothing after its first steps.
+    collector knows of, do not grow. An engine allocates nothing after its first steps.
     """
     gc.collect()
     before = engine_threads()  # of models that other tests have left behind
@@ -106,7 +106,8 @@ def test_six_lives_in_one_process_leave_nothing_behind(change: dict[str, Any]) -
         objects = len(gc.get_objects())
         counts.append((threads, engine_threads() - before, open_files(), objects))
     assert [c[:2] for c in counts] == [(1, 0)] * 6
-    assert len({c[2] for c in counts[1:]}) == 1, counts
+    # Files that other tests have left open may close meanwhile.
+    assert all(after[2] <= before[2] for before, after in itertools.pairwise(counts[1:])), counts
     # What a life leaves behind, every life does; others fill a cache now and then.
     grown = [after[3] - before[3] for before, after in itertools.pairwise(counts)]
     assert min(grown) <= 0, counts
