@@ -170,7 +170,7 @@ def test_mean_keeps_what_is_missing_and_goes_on_as_the_reference(
         if saved is not None and 1 not in (scenario.world_size, before_it.world_size):
             before = missing(saved, before_it)
             after = missing(states(answers, "loaded"), scenario)
-            assert np.abs(before).max() > 0.01  # q8 rounds least
+            assert np.abs(before).max() > (0.01 if mode == "q8" else 0.1)  # q8 rounds least
             # The mean of the workers' is rounded to fp32 once; the owners' move as they are.
             largest = np.abs(np.concatenate(worker_mean(saved, before_it))).max()
             assert np.abs(after - before).max() <= largest * 2.0**-24

@@ -161,7 +161,7 @@ def _begin(
             choose_here()
         else:
             longest = patience(shard_group, rendezvous_place(shard_group, device))
-            meet(shard_group, longest, "come to attach")
+            meet(shard_group, longest, "call attach")
             on_all_ranks(choose_here, shard_group, device, alike=True)
             if chosen[0].reduce_scatter is not None:
                 attached.append(_reduce_scatter(chosen[0].reduce_scatter, shard_group, modules))
