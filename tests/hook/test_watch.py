@@ -262,9 +262,11 @@ def test_change_is_named_at_the_next_step_and_none_before(seed: int) -> None:
     assert why in text
 
 
-@pytest.mark.parametrize(("everywhere", "looks"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("everywhere", "looks"), [(True, None), (False, "synced"), (True, "unsynced")]
+)
 @on_ranks()
-def test_optimizer_in_backward_ends_all_ranks(everywhere: bool, looks: bool) -> None:
+def test_optimizer_in_backward_ends_all_ranks(everywhere: bool, looks: str | None) -> None:
     """It steps on the gradients of its rank, before they are averaged."""
     training = Training()
     hooked(training.ddp)
@@ -272,14 +274,15 @@ def test_optimizer_in_backward_ends_all_ranks(everywhere: bool, looks: bool) -> 
     mine = everywhere or dist.get_rank() == 0
     if mine:
         training.model[2].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    if not looks:
+    if looks is None:
         with training.ddp.no_sync():  # as in local SGD, where that is meant
             training.train(2, lambda *_, **__: optimizer)
 
     def step() -> None:
         made = training.ddp(inputs(0)).sum()
-        if looks:
-            with torch.no_grad():  # an evaluation is no local pass
+        if looks is not None:
+            around = training.ddp.no_sync() if looks == "unsynced" else contextlib.nullcontext()
+            with around, torch.no_grad():  # an evaluation is no local pass
                 training.ddp(inputs(1))
         made.backward()
 

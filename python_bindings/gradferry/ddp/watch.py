@@ -149,12 +149,21 @@ class ModelWatch:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Replaces the method of this name of the model, and notes that passes were under it."""
+        """Replaces the method of this name of the model, and notes when a pass that trains it was
+        under it: not an evaluation, or a pass through frozen parameters.
+        """
         ddp = self._model()
         assert ddp is not None  # its attribute is being called
-        with type(ddp).no_sync(ddp):
+        trained = False
+
+        def note(module: torch.nn.Module, _: object) -> None:
+            nonlocal trained
+            trained |= torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+
+        with type(ddp).no_sync(ddp), ddp.register_forward_pre_hook(note):
             yield
-        self._unsynced_after = self._hook.finished_steps()
+        if trained:
+            self._unsynced_after = self._hook.finished_steps()
 
     def inspect(self, optimizer: Optimizer, may_take_long: bool) -> str | None:
         """Warns of an optimizer that trains what DDP does not reduce.
