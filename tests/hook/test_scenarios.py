@@ -411,11 +411,13 @@ def expected(case: Drawn) -> tuple[list[list[Grads]], ReferenceEngine]:
     grads: list[Grads] = [[None for _ in weights] for _ in ranks]
     seen: list[list[Grads]] = [[] for _ in ranks]
     used = np.zeros((case.world_size, len(case.weights)), bool)
+    heard = used[0]  # of a rank within join()
     if case.life == "attached late":
         used[:] = True
         grads = [[np.zeros_like(case.gradient(0, 0, 0, i)) for i in weights] for _ in ranks]
     for step in range(max(map(case.rank_steps, ranks))):
         present = [rank for rank in ranks if step < case.rank_steps(rank)]
+        absent = len(present) < len(ranks)
         for rank in present if step or case.life != "attached late" else ():
             grads[rank] = RESETS["to None" if case.starts(step) else case.reset][1](grads[rank])
         for turn, one in enumerate(case.passes_of(step)):
@@ -447,7 +449,13 @@ def expected(case: Drawn) -> tuple[list[list[Grads]], ReferenceEngine]:
             for rank in present:
                 for i in np.flatnonzero(counts[rank]):
                     grads[rank][i] = averaged[rank][i]
+                # Ranks within join() tell DDP again what they heard, as if they had used it; then
+                # what is unused has a gradient of zeros.
+                for i in np.flatnonzero(heard if absent else ()):
+                    if grads[rank][i] is None:
+                        grads[rank][i] = np.zeros_like(case.gradient(step, 0, rank, i))
                 seen[rank].append(list(grads[rank]))
+            heard = used.any(axis=0) | (heard if absent else False)
             used[:] = False
     return seen, engine
 
