@@ -127,9 +127,9 @@ sim-threads: $(package_ready)  ## THREAD_WORLDS=300 on real threads and sockets,
 fuzz: build/.system_fuzz  ## fuzz targets with clang's libFuzzer, each for FUZZ_SECONDS=60
 	@$(call cmake,fuzz,kernels and fuzz targets (usually 3 min))
 	@tools/fuzz.sh build/fuzz $(or $(FUZZ_SECONDS),60) $(JOBS)
-soak:  ## random trainings, kills and restarts for HOURS=2 or MINUTES=5; figures in build/soak.json
+soak:  ## random trainings, kills and restarts for HOURS=2 or MINUTES=5
 	$(prepare) $(package_ready)
-	@$(bin)/python tests/faults/soak.py $(or $(HOURS:%=--hours %),--minutes $(or $(MINUTES),5)) $(SEED:%=--seed %) --json build/soak.json
+	@$(bin)/python tests/faults/soak.py $(or $(HOURS:%=--hours %),--minutes $(or $(MINUTES),5)) $(SEED:%=--seed %)
 
 # --- lint
 cpp_files := $(filter %.h %.cuh %.cpp %.cu,$(call files,include kernels hooks python_bindings benchmarks tests examples/cpp))

@@ -1,6 +1,6 @@
 """A random workload for hours: does anything grow, hang, or change a bit?
 
-`make soak HOURS=2`, or `python tests/faults/soak.py --minutes 5 --json soak.json`. Worlds of two,
+`make soak HOURS=2`, or `python tests/faults/soak.py --minutes 5`. Worlds of two,
 three and four processes live as long as the run. One segment after another draws a training from
 the seed: way of averaging, codec, options, sizes. It is trained as it is and then once more with
 something in between, with which it must end in the same bits on every rank:
@@ -58,7 +58,6 @@ SEGMENT_SECONDS = 120.0
 SETTLE_SECONDS = 15.0
 PATIENCE = 4.0
 LOOK_SECONDS = 0.1
-WRITE_SECONDS = 60.0
 # Drawn trainings are of many kinds: it takes so many until the allocator's arenas are full
 # (benchmarks/results/soak.json).
 FILLING_SEGMENTS = 100
@@ -295,32 +294,6 @@ class Soak:
             if grown is not None and min(grown) > allowance(len(series)):
                 raise SoakError(f"memory of rank {rank} of {size} grows: {grown} bytes per quarter")
 
-    def rows(self, seconds: float, failure: str | None = None) -> list[dict[str, Any]]:
-        """What was done, and a row per process that lived all the time."""
-        names = ("steps", "trainings", "kills", "killed_ranks", "resizes", "attaches")
-        segments = {kind: self.counts[f"segments_{kind}"] for kind in sorted(set(SEGMENTS))}
-        counts = {name: self.counts[name] for name in names}
-        rows: list[dict[str, Any]] = [
-            {"row": "run", "seed": self.seed, "seconds": round(seconds), **counts,
-             "segments": sum(segments.values()), "segments_by_kind": segments, "failure": failure}
-        ]  # fmt: skip
-        for (size, rank), series in self.vitals.items():
-            row: dict[str, Any] = {"row": "process", "world_size": size, "rank": rank}
-            row["segments"] = len(series) - 1
-            for what in ("anonymous_bytes", "open_files", "threads"):
-                values = [getattr(vitals, what) for vitals in series]
-                row |= {f"{what}_start": values[0], f"{what}_end": values[-1]}
-                row[f"{what}_highest"] = max(values)
-            row["anonymous_bytes_by_segment"] = [vitals.anonymous_bytes for vitals in series]
-            for name, judged in (
-                ("drawn", series[FILLING_SEGMENTS:]),
-                ("repeated", self.repeated.get((size, rank), [])),
-            ):
-                grown = growth([vitals.anonymous_bytes for vitals in judged])
-                row |= {f"growth_{name}": grown, f"allowance_{name}": allowance(len(judged))}
-            rows.append(row)
-        return rows
-
 
 # What a leak of one attach would leave in the smallest segment, the worker residual of the
 # smallest drawn model's first layer.
@@ -376,39 +349,25 @@ def expect_replicas_alike(job: Job, answers: list[dict[str, Any]]) -> None:
 def run(
     seed: int,
     seconds: float,
-    json_path: Path | None = None,
     first: int = 0,
     count: int | None = None,
     patience: float = PATIENCE,
-) -> None:
-    """Raises SoakError. Writes figures as it goes, so that they survive an end from outside."""
-    from gradferry_lab.output.json_file import write_json
-
+) -> Counter[str]:
+    """Returns what was done. Raises SoakError."""
     begin = time.monotonic()
-    soak = Soak(seed, patience)
-    number, written = first, begin
-    failure: str | None = "ended from outside"
+    soak, number = Soak(seed, patience), first
     try:
         soak.warm_up()
         while time.monotonic() - begin < seconds and (count is None or number < first + count):
             described = soak.segment(number)
-            now = time.monotonic()
-            print(f"{now - begin:.0f} s, segment {number}: {described}", flush=True)
+            print(f"{time.monotonic() - begin:.0f} s, segment {number}: {described}", flush=True)
             number += 1
-            if json_path is not None and now - written > WRITE_SECONDS:
-                write_json(json_path, soak.rows(now - begin), results_of="soak")
-                written = now
         soak.repeat()
         soak.check_memory()
-        failure = None
-    except SoakError as error:
-        failure = str(error)
-        raise
     finally:
         soak.stop()
-        if json_path is not None:
-            rows = soak.rows(time.monotonic() - begin, failure)
-            write_json(json_path, rows, results_of="soak")
+        print(f"{time.monotonic() - begin:.0f} s: {dict(soak.counts)}", flush=True)
+    return soak.counts
 
 
 def main() -> None:
@@ -422,13 +381,12 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first segment")
     parser.add_argument("--segments", type=int, default=None, help="how many (default: all)")
     parser.add_argument("--patience", type=float, default=PATIENCE, help="for a busy machine")
-    parser.add_argument("--json", type=Path, default=None, help="where figures go")
     options = parser.parse_args()
     seconds = 3600 * options.hours + 60 * options.minutes or math.inf
     seed = random.randrange(2**31) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     try:
-        run(seed, seconds, options.json, options.first, options.segments, options.patience)
+        run(seed, seconds, options.first, options.segments, options.patience)
     except SoakError as failure:
         raise SystemExit(str(failure)) from failure
 

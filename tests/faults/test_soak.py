@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import soak
 from soak import SoakError, Vitals
@@ -14,12 +11,8 @@ MIB = 2**20
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_five_minutes_of_random_trainings_leave_nothing_behind(tmp_path: Path) -> None:
-    figures = tmp_path / "soak.json"
-    soak.run(seed=1, seconds=300, json_path=figures)
-    rows = json.loads(figures.read_text())["rows"]
-    assert rows[0]["failure"] is None
-    assert rows[0]["segments"] > 0
+def test_five_minutes_of_random_trainings_leave_nothing_behind() -> None:
+    assert soak.run(seed=1, seconds=300)["trainings"] > 0
 
 
 def soak_of(sizes: list[int]) -> soak.Soak:

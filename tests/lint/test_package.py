@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -108,34 +108,16 @@ def test_modules_import_from_modules_and_not_from_the_package() -> None:
 # --- names and versions ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, object]]:
-    """The version and dependencies of a build of gradferry 3.4 for torch 2.7 to 2.9."""
-    tool = load_program("cmake/package_metadata.py", "meta")
-    (tmp_path / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.25)\nproject(gradferry VERSION 3.4.5 LANGUAGES CXX)\n"
-        "set(GRADFERRY_OLDEST_TORCH 2.7)\nset(GRADFERRY_NEWEST_TORCH 2.9)\n"
-    )
-    monkeypatch.setattr(tool, "ROOT", tmp_path)
-
-    def of(build_state: str, torch_version: str | None) -> dict[str, object]:
-        def version(name: str) -> str:
-            assert name == "torch"
-            if torch_version is None:
-                raise metadata.PackageNotFoundError(name)
-            return torch_version
-
-        monkeypatch.setattr(tool.metadata, "version", version)
-        provider = tool.Provider()
-        provider.build_state(build_state)
-        return provider.dynamic_metadata(SETTINGS, {})
-
-    return of
-
-
 OF_THE_BUILD = ("3.4.5+torch2.9", "torch==2.9.*")
+CMAKE = """
+cmake_minimum_required(VERSION 3.25)
+project(gradferry VERSION 3.4.5 LANGUAGES CXX)
+set(GRADFERRY_OLDEST_TORCH 2.7)
+set(GRADFERRY_NEWEST_TORCH 2.9)
+"""
 
 
+# What is built, with which torch, from a source archive or a checkout; its version and its torch.
 @pytest.mark.parametrize(
     ("state", "torch_version", "from_archive", "expected"),
     [
@@ -145,21 +127,33 @@ OF_THE_BUILD = ("3.4.5+torch2.9", "torch==2.9.*")
         ("wheel", "2.9.0", True, ("3.4.5", "torch==2.9.*")),
         ("sdist", None, False, ("3.4.5", "torch>=2.7,<2.10")),
         ("sdist", "2.9.0", False, ("3.4.5", "torch>=2.7,<2.10")),
+        ("metadata_wheel", None, False, None),
     ],
 )
 def test_version_and_torch_of_what_is_built(
-    described, tmp_path, state, torch_version, from_archive, expected
+    tmp_path, monkeypatch, state, torch_version, from_archive, expected
 ):
+    tool = load_program("cmake/package_metadata.py", "meta")
+    (tmp_path / "CMakeLists.txt").write_text(CMAKE)
     if from_archive:
         (tmp_path / "PKG-INFO").touch()
-    version, needed = expected
-    found = described(state, torch_version)
-    assert found == {"version": version, "dependencies": [needed, "numpy>=1.26"]}
 
+    def version(name: str) -> str:
+        assert name == "torch"
+        if torch_version is None:
+            raise metadata.PackageNotFoundError(name)
+        return torch_version
 
-def test_without_torch_there_is_no_wheel_but_advice(described):
-    with pytest.raises(SystemExit, match=r"install torch .* pip install --no-build-isolation"):
-        described("metadata_wheel", None)
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    monkeypatch.setattr(tool.metadata, "version", version)
+    provider = tool.Provider()
+    provider.build_state(state)
+    if expected is None:
+        with pytest.raises(SystemExit, match=r"install torch .* pip install --no-build-isolation"):
+            provider.dynamic_metadata(SETTINGS, {})
+        return
+    found = provider.dynamic_metadata(SETTINGS, {})
+    assert found == {"version": expected[0], "dependencies": [expected[1], "numpy>=1.26"]}
 
 
 @pytest.mark.torch_core
@@ -186,37 +180,30 @@ def test_check_torch_accepts_the_same_minor_version():
         check_torch(running, built_against="2.11.0+cu130")
 
 
-def refused(running: str, built_against: str) -> str:
+BUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize(
+    ("running", "built_against", "advice"),
+    [
+        ("2.12.0", "2.11.0", ("version ends in +torch2.12,", BUILD)),
+        ("2.11.1+cpu", "2.15.0+cu132", ("version ends in +torch2.11,", BUILD)),
+        *((each, "2.14.0", ("install torch 2.14",)) for each in ("2.1.0", "2.10.2")),
+        ("3.11.0", "2.14.0", ("install torch 2.14", "newer gradferry")),
+    ],
+)
+def test_check_torch_advises_a_build_where_it_can_help(running, built_against, advice, monkeypatch):
+    monkeypatch.setattr(_compat, "OLDEST_TORCH", "2.11")
+    monkeypatch.setattr(_compat, "NEWEST_TORCH", "2.15")
     with pytest.raises(ImportError) as error:
         check_torch(running, built_against)
     message = str(error.value)
     assert "\n" not in message
     assert f"built against torch {built_against} but runs with torch {running}: " in message
-    return message
-
-
-@pytest.mark.torch_core
-@pytest.mark.parametrize(
-    ("running", "built_against"), [("2.12.0", "2.11.0"), ("2.11.1+cpu", "2.15.0+cu132")]
-)
-def test_check_torch_advises_a_wheel_or_a_build_for_a_torch_that_is_supported(
-    running, built_against
-):
-    message = refused(running, built_against)
-    assert f"version ends in +torch{running[:4]}," in message
-    assert "pip install --no-build-isolation --force-reinstall --no-deps ." in message
-
-
-@pytest.mark.torch_core
-@pytest.mark.parametrize("running", ["2.1.0", "2.10.2", "3.11.0"])
-def test_check_torch_advises_another_torch_where_no_build_can_help(running, monkeypatch):
-    monkeypatch.setattr(_compat, "OLDEST_TORCH", "2.11")
-    monkeypatch.setattr(_compat, "NEWEST_TORCH", "2.15")
-    message = refused(running, "2.14.0")
-    assert "supports torch 2.11 to 2.15, and no build of it torch" in message
-    assert "install torch 2.14" in message
-    assert ("newer gradferry" in message) == (running == "3.11.0")
-    assert "pip install" not in message
+    assert all(text in message for text in advice)
+    for text in (BUILD, "newer gradferry"):
+        assert (text in message) == (text in advice)
 
 
 @pytest.mark.torch_core
