@@ -12,20 +12,17 @@ import socket
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from mixed import local_stage, mapped_bytes, scenario_on
+from mixed import mapped_bytes, scenario_on
 from on_ranks import on_ranks
-from scenario import Run, Scenario, assert_bit_equal, trained
+from scenario import Run
 from torch._C._distributed_c10d import PrefixStore
-from world import World
-
-Worlds = Callable[[int], World]
 
 NUM_BYTES = 3 * 4096
 
@@ -176,39 +173,6 @@ def test_sibling_that_does_not_come_is_named() -> None:
             share("absent", seconds=0.2)
         assert not more_than(before)
     dist.barrier()
-
-
-# --- training through it
-
-
-def case_train(scenario: Scenario, refused: bool) -> dict[str, Any]:
-    from gradferry.core import node_memory
-
-    failure = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    refusing = mock.patch.object(node_memory.os, "memfd_create", side_effect=failure)
-    with refusing if refused else contextlib.nullcontext():
-        run = Run(scenario)
-    return {**trained(run), "stage": (local_stage(run), mapped_bytes())}
-
-
-@pytest.mark.parametrize("nodes", ["2x2", "2+1"])
-def test_bits_through_sockets_are_those_through_memory(worlds: Worlds, nodes: str) -> None:
-    scenario = scenario_on(nodes, error_feedback="both", ddp={"bucket_cap_mb": 0.05})
-    world = worlds(scenario.world_size)
-    counts = []
-    for refused in (False, True):
-        answers = world.run(case_train, scenario=scenario, refused=refused)
-        assert_bit_equal(answers, scenario)
-        why = "sockets (rank {}: memfd_create: Function not implemented)"
-        for rank, answer in enumerate(answers):
-            stage, mapped = answer["stage"]
-            members = next(each for each in scenario.nodes if rank in each)
-            alone = len(members) == 1
-            told = why.format(members[0]) if refused else "shared memory"
-            assert stage == ("" if alone else told)
-            assert (mapped > 0) == (not alone and not refused)
-        counts.append([answer["stats"]["wire_bytes"] for answer in answers])
-    assert counts[0] == counts[1]
 
 
 @on_ranks(4)

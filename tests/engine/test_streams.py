@@ -1,8 +1,8 @@
-"""Numbers and bytes on a device with streams: the fake device of tests/engine/streams, under real
-DDP. The numbers are those of the reference, whatever order streams run in.
+"""Several chunks on a device with streams: the fake device of tests/engine/streams, under real DDP.
+The numbers are those of the reference, whatever order streams run in.
 
-test_stream_waits.py has the waits and launches, test_streams_training.py what equals the CPU, and
-test_streams_safety.py errors.
+Whatever else may meet in a training is in tests/hook/test_scenarios.py. test_stream_waits.py has
+the waits and launches, test_streams_training.py saved states, and test_streams_safety.py errors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from gradferry import _native
-from mixed import MOMENTUM, groups_at_once, mixed, poisons, scenario_on
+from mixed import MOMENTUM, groups_at_once, scenario_on
 from reference import Layout, two_level_bytes_per_step
 from scenario import Run, Scenario, assert_bit_equal
 from streaming import CHUNK_BYTES, DEVICES, MANY_CHUNKS, SCENARIO, case_train
@@ -31,31 +31,6 @@ def check(device_worlds: Worlds, scenario: Scenario, num_seeds: int = 1) -> list
     )
     assert_bit_equal(answers, scenario)
     return answers
-
-
-# Later steps show what became of the residuals of every rank.
-POISONED = {"poison": poisons(3), "steps": 4}
-
-
-@pytest.mark.torch_core
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        pytest.param(mixed(2, device="streamed"), id="streamed"),
-        pytest.param(mixed(3, device="staged", **POISONED), id="staged, not finite"),
-        pytest.param(
-            mixed(3, device="streamed", **MOMENTUM, **POISONED), id="momentum, not finite"
-        ),
-        pytest.param(
-            scenario_on("2+1", mixed(3, device="streamed", **MOMENTUM, **POISONED)),
-            id="nodes, momentum, not finite",
-        ),
-    ],
-)
-def test_gradients_on_a_device_equal_the_reference(
-    device_worlds: Worlds, scenario: Scenario
-) -> None:
-    check(device_worlds, scenario)
 
 
 @pytest.mark.parametrize(

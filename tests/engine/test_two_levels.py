@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import itertools
 import os
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from gradferry.ddp.state import bound_to
-from mixed import NODES, WEIGHTS, groups_at_once, scenario_on
-from scenario import Run, Scenario, Weight, assert_bit_equal, train, train_at_once
+from mixed import NODES, groups_at_once, local_stage, mapped_bytes, scenario_on
+from scenario import Run, Scenario, Weight, assert_bit_equal, group_of, train, trained
 from world import World
 
 Worlds = Callable[[int], World]
@@ -26,21 +27,24 @@ def test_two_level_exchange_equals_the_reference(worlds: Worlds, nodes: str) -> 
     assert_bit_equal(worlds(scenario.world_size).run(train, scenario=scenario), scenario)
 
 
-def case_groups(scenarios: list[Scenario], through: str) -> dict[str, object] | None:
+def case_groups(scenarios: list[Scenario], through: str) -> dict[str, Any]:
     """Trains in the groups, whose siblings exchange through memory, or through lanes of a kind."""
     from gradferry.core import engine, node_memory
 
-    with contextlib.ExitStack() as patches:
-        if through != "memory":
-            failure = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-            patches.enter_context(
-                mock.patch.object(node_memory.os, "memfd_create", side_effect=failure)
-            )
-        if through == "gloo":
-            patches.enter_context(
-                mock.patch.object(engine, "_gloo_takes_plain_tcp", return_value=False)
-            )
-        return train_at_once(*scenarios)
+    groups = [group_of(scenario) for scenario in scenarios]
+    failure = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    refused = mock.patch.object(node_memory.os, "memfd_create", side_effect=failure)
+    no_tcp = mock.patch.object(engine, "_gloo_takes_plain_tcp", return_value=False)
+    with (
+        refused if through != "memory" else contextlib.nullcontext(),
+        no_tcp if through == "gloo" else contextlib.nullcontext(),
+    ):
+        (run,) = (
+            Run(scenario, group)
+            for scenario, group in zip(scenarios, groups, strict=True)
+            if dist.get_rank() in scenario.group_ranks
+        )
+        return {**trained(run), "stage": (local_stage(run), mapped_bytes())}
 
 
 @pytest.mark.parametrize("through", ["memory", "sockets", "gloo"])
@@ -48,17 +52,17 @@ def test_nodes_are_those_of_the_ranks_in_a_group(worlds: Worlds, through: str) -
     scenarios = groups_at_once(error_feedback="both", options={"check_every": 2})
     answers = worlds(6).run(case_groups, scenarios=scenarios, through=through)
     for scenario in scenarios:
-        assert_bit_equal([answers[rank] for rank in scenario.group_ranks], scenario)
-
-
-def test_one_rank_per_node_is_the_flat_exchange(worlds: Worlds) -> None:
-    plain = Scenario(WEIGHTS, world_size=3, error_feedback="both")
-    alone = dataclasses.replace(plain, nodes=((0,), (1,), (2,)))
-    for flat, nodes in zip(
-        *(worlds(3).run(train, scenario=scenario) for scenario in (plain, alone)), strict=True
-    ):
-        assert flat["final_hash"] == nodes["final_hash"]
-        assert flat["stats"]["wire_bytes"] == nodes["stats"]["wire_bytes"]
+        own = [answers[rank] for rank in scenario.group_ranks]
+        assert_bit_equal(own, scenario)
+        for members in scenario.nodes:
+            alone = len(members) == 1
+            first = scenario.group_ranks[members[0]]
+            stage = f"sockets (rank {first}: memfd_create: Function not implemented)"
+            stage = "shared memory" if through == "memory" else stage
+            for rank in members:
+                told, mapped = own[rank]["stage"]
+                assert told == ("" if alone else stage)
+                assert (mapped > 0) == (not alone and through == "memory")
 
 
 def case_events(scenario: Scenario) -> dict[str, object]:

@@ -5,7 +5,6 @@ exchange makes of each; and the nodes on which its ranks are.
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +64,6 @@ MOMENTUM: dict[str, Any] = {"error_feedback": "auto", "options": {"momentum": 0.
 
 def mixed(world_size: int, **changes: Any) -> Scenario:
     return dataclasses.replace(MIXED, world_size=world_size, **changes)
-
-
-def poisons(world_size: int) -> dict[tuple[int, int, str], float]:
-    """Every codec gets every value that is not finite, from different ranks in steps 1 and 2."""
-    values = zip(("fp32", "bf16", "fp16"), (math.nan, math.inf, -math.inf), strict=True)
-    found = {
-        (1 + turn % 2, (number + turn) % world_size, f"{name}_{kind}"): value
-        for turn, (kind, value) in enumerate(values)
-        for number, name in enumerate(CODECS)
-    }
-    # A node of ranks 0 and 1 adds up some of fp64, too.
-    return {**found, (1, 1, "fp64"): math.nan, (2, 0, "fp64"): math.inf, (2, 1, "bias"): math.nan}
 
 
 NODES = {

@@ -117,11 +117,6 @@ def test_topk_bytes_equal_reference_for_every_count_of_kept_elements(codec: str)
         assert_same_bytes(draw(2, n), codec)
 
 
-@pytest.mark.parametrize("text", ["0.01", ".01", "1e-2", "0.010", "0.1234565", "0.0999999995"])
-def test_topk_ratio_may_be_written_in_any_way(text: str) -> None:
-    assert_same_bytes(draw(3, 4096), f"topk:ratio={text}")
-
-
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.floats(0.001, 0.25), st.floats(0.001, 0.25))
 def test_topk_ratio_is_written_as_its_shortest_decimal(ratio: float, other: float) -> None:

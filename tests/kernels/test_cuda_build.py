@@ -21,15 +21,19 @@ BUILD = CudaBuild(
 
 
 @pytest.mark.parametrize(
-    ("architectures", "machine_code", "ptx"),
+    ("architectures", "held"),
     [
-        ("80-real 90-real 100", BUILD.machine_code, BUILD.ptx),
-        ("80-virtual", (), ((8, 0),)),
+        ("80-real 90-real 100", "machine code for 8.0, 9.0, 10.0 and PTX for 10.0 and newer"),
+        ("80-virtual", "PTX for 8.0 and newer"),
+        ("native", None),  # these have no numbers to judge by
+        ("90a", None),
+        ("", None),
     ],
 )
-def test_what_cmake_lists_is_understood(architectures, machine_code, ptx):
+def test_what_cmake_lists_is_understood(architectures, held):
     build = parse_build("nvcc 13.0.88", architectures)
-    assert build == CudaBuild((13, 0), machine_code, ptx)
+    assert (build and str(build)) == held
+    assert build is None or build.toolkit == (13, 0)
 
 
 @pytest.mark.parametrize(
@@ -50,35 +54,12 @@ def test_code_runs_where_cuda_says(architectures, runs, translated, neither):
         assert (reason is None) == (capability not in neither), capability
 
 
-def test_what_a_build_holds_is_said_with_its_limits():
-    build = parse_build("nvcc 13.0.88", "80-real 90 120-virtual")
-    assert str(build) == "machine code for 8.0, 9.0 and PTX for 9.0, 12.0 and newer"
-
-
-@pytest.mark.parametrize(
-    ("compiler", "architectures"),
-    [("", ""), ("nvcc 13.0.88", "native"), ("nvcc 13.0.88", "90a"), ("nvcc 13.0.88", "")],
-)
-def test_what_has_no_numbers_is_not_judged(compiler, architectures):
-    assert parse_build(compiler, architectures) is None
-
-
 def test_this_build_is_understood():
     assert (this_build() is None) == (not _build_info.CUDA_COMPILER)
 
 
 PTX_OF_13_2 = dataclasses.replace(BUILD, toolkit=(13, 2))
 MACHINE_CODE_ALONE = dataclasses.replace(BUILD, ptx=())
-
-
-def test_what_runs_is_not_refused():
-    for build, driver, capability in (
-        (BUILD, (13, 0), (8, 9)),  # machine code for 8.0
-        (BUILD, (13, 0), (12, 0)),  # PTX for 10.0
-        (BUILD, (14, 0), (12, 1)),
-        (PTX_OF_13_2, (13, 0), (9, 0)),  # machine code needs the driver's major version alone
-    ):
-        assert why_not(build, driver, capability, "cuda:0") is None
 
 
 @pytest.mark.parametrize(
@@ -89,11 +70,15 @@ def test_what_runs_is_not_refused():
         (BUILD, (13, 0), (7, 0), ["cuda:0", "7.0", "8.0", "codec='off'"]),
         (MACHINE_CODE_ALONE, (13, 0), (12, 0), ["12.0", "8.0, 9.0, 10.0", "CUDAARCHS=120"]),
         (PTX_OF_13_2, (13, 0), (12, 0), ["PTX", "13.2", "13.0", "CUDAARCHS=120"]),
+        (PTX_OF_13_2, (13, 0), (9, 0), []),  # machine code needs the driver's major version alone
+        (BUILD, (14, 0), (12, 1), []),
     ],
 )
 def test_what_does_not_run_is_refused_with_advice(build, driver, capability, named):
     reason = why_not(build, driver, capability, "cuda:0")
-    assert reason is not None
+    assert (reason is None) == (not named)
+    if reason is None:
+        return
     assert ": " in reason  # what it is, and what to do
     assert all(name in reason for name in named), reason
 

@@ -1,5 +1,5 @@
 """`_native.DeviceCodec`, which the measurements on a device time: on the fake device, against the
-codecs of the CPU.
+codecs of the CPU. What codecs compute on a device is what tests/kernels/cuda asks.
 """
 
 from __future__ import annotations
@@ -7,21 +7,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import gradferry
 import pytest
 import torch
 from gradferry import _native
-from reference.message import Header
-from world import World
-
-Worlds = Callable[[int], World]
+from on_ranks import on_ranks
 
 NUM_ELEMENTS = 2 * _native.TILE_ELEMENTS + 1000
 RANKS = 3
-SCATTER, GATHER = 1, 2  # phases of the wire format
 HASHES = {"config_hash": 0, "layout_hash": 0}
+DEVICE = pytest.mark.parametrize("device", ["streamed"])
 
 
-def make(codec: str, dtype: torch.dtype, **more: Any) -> _native.DeviceCodec:
+def make(codec: str, dtype: torch.dtype = torch.float32, **more: Any) -> _native.DeviceCodec:
     import fake_device
     from gradferry.core.device import load_kernels
 
@@ -37,21 +35,21 @@ def on_device(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(fake_device.DEVICE)
 
 
+def zeros() -> torch.Tensor:
+    return on_device(torch.zeros(NUM_ELEMENTS))
+
+
 def gaussian(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(NUM_ELEMENTS, generator=generator).to(dtype)
 
 
-def on_cpu(codec: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The payload, and what it is decoded to."""
+def on_cpu(codec: str, gradient: torch.Tensor) -> torch.Tensor:
+    """What its message is decoded to."""
     message = _native.encode_tensor(gradient, codec, seed=0, step=0, **HASHES)
     decoded = torch.empty_like(gradient)
     _native.decode_tensor(message, codec, decoded, **HASHES)
-    return message[_native.HEADER_BYTES :], decoded
-
-
-def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
-    assert torch.equal(got.cpu().view(torch.uint8), expected.view(torch.uint8))
+    return decoded
 
 
 def launches_of(call: Callable[[], None]) -> int:
@@ -65,135 +63,102 @@ def launches_of(call: Callable[[], None]) -> int:
     return machine.counters()["launches"] - before
 
 
-def header_of(message: torch.Tensor) -> Header:
-    return Header.unpack(message.cpu().numpy().tobytes())
-
-
-def case_exchange(name: str, dtype: torch.dtype) -> dict[str, Any]:
-    """An exchange between ranks, each with numbers of its own; every result is checked here."""
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [
+        ("exact", torch.float64),
+        ("q4", torch.bfloat16),
+        ("topk:ratio=0.25", torch.float32),
+        ("rht", torch.float32),
+    ],
+)
+@DEVICE
+@on_ranks(1)
+def test_results_are_those_of_the_cpu_in_one_launch_each(
+    device: str, codec: str, dtype: torch.dtype
+) -> None:
+    """An exchange between ranks, each with numbers of its own."""
     import fake_device
 
-    codec = make(name, dtype, world_size=RANKS)
+    used = make(codec, dtype, world_size=RANKS)
     gradients = [gaussian(rank, dtype) for rank in range(RANKS)]
-    launches, decoded = [], []
+    sent = [on_cpu(codec, gradient) for gradient in gradients]
     for rank, gradient in enumerate(gradients):
-        there, worker = on_device(gradient), on_device(torch.zeros(NUM_ELEMENTS))
-        launches.append(launches_of(lambda: codec.encode(there, worker)))  # noqa: B023
-        payload, sent = on_cpu(name, gradient)
-        assert_same(codec.sent[_native.HEADER_BYTES :], payload)
-        assert codec.worker_bytes == payload.numel()
+        there, worker = on_device(gradient), zeros()
+        assert launches_of(lambda: used.encode(there, worker)) == 1  # noqa: B023
+        assert used.sent.numel() == _native.HEADER_BYTES + used.worker_bytes
         if dtype == torch.float32:
-            assert torch.equal(worker.cpu(), gradient - sent)
-        decoded.append(sent)
-        codec.receive(rank)
-        size = codec.sent.numel()
-        received = codec.received[rank * size : (rank + 1) * size]
-        assert_same(received[_native.HEADER_BYTES :], payload)
-        header = header_of(received)
-        assert (header.phase, header.source_rank) == (SCATTER, rank)
-
-    owner = on_device(torch.zeros(NUM_ELEMENTS))
-    launches.append(launches_of(lambda: codec.reduce(owner, RANKS)))
-    header = header_of(codec.reduced)
-    assert (header.phase, header.source_rank) == (GATHER, 0)
-    assert header.payload_bytes == codec.owner_bytes
-
-    arrived = on_device(torch.empty(NUM_ELEMENTS, dtype=dtype))
-    launches.append(launches_of(lambda: codec.decode(arrived, None)))
+            assert torch.equal(worker.cpu(), gradient - sent[rank])
+        used.receive(rank)
+    owner, arrived = zeros(), on_device(torch.empty(NUM_ELEMENTS, dtype=dtype))
+    assert launches_of(lambda: used.reduce(owner, RANKS)) == 1
+    assert used.reduced.numel() == _native.HEADER_BYTES + used.owner_bytes
+    assert launches_of(lambda: used.decode(arrived, None)) == 1
     mean = _native.compressed_mean(
-        gradients, name, seed=0, worker_residual=False, owner_residual=True
+        gradients, codec, seed=0, worker_residual=False, owner_residual=True
     )
-    assert_same(arrived, mean)
+    assert torch.equal(arrived.cpu().view(torch.uint8), mean.view(torch.uint8))
     if dtype == torch.float32:
-        total = decoded[0] + decoded[1] + decoded[2]
+        total = sent[0] + sent[1] + sent[2]
         assert torch.equal(owner.cpu(), total * torch.tensor(1 / RANKS) - mean)
-    # Without a momentum a residual stays as it is.
-    kept = on_device(gaussian(9))
-    arrived.zero_()
-    launches.append(launches_of(lambda: codec.decode(arrived, kept)))
-    assert_same(arrived, mean)
-    assert_same(kept, gaussian(9))
-
-    codec.expect_no_findings()
-    return {"launches": launches, "races": fake_device.machine.races()}
+    used.expect_no_findings()
+    assert fake_device.machine.races() == []
 
 
-# What codecs compute on a device is what tests/kernels/cuda asks.
-@pytest.mark.parametrize("codec", ["exact", "q4", "topk:ratio=0.25", "rht"])
-def test_results_are_those_of_the_cpu_in_one_launch_each(device_worlds: Worlds, codec: str) -> None:
-    dtypes = {"exact": [torch.bfloat16, torch.float64], "q4": [torch.float32, torch.bfloat16]}
-    for dtype in dtypes.get(codec, [torch.float32]):
-        (answer,) = device_worlds(1).run(case_exchange, name=codec, dtype=dtype)
-        assert answer == {"launches": [1] * (RANKS + 3), "races": []}
-
-
-def case_momentum() -> None:
+@DEVICE
+@on_ranks(1)
+def test_with_a_momentum_the_residual_keeps_it(device: str) -> None:
+    """Half of the gradient is sent; of what arrives the residual keeps a half."""
     gradient = gaussian(0)
-    for name in ("exact", "q8"):
-        codec = make(name, torch.float32, momentum=True)
-        there, residual = on_device(gradient), on_device(torch.zeros(NUM_ELEMENTS))
-        codec.encode(there, residual)
-        codec.receive(0)
-        codec.reduce(None, 1)
-        codec.decode(there, residual)
-        codec.expect_no_findings()
-        # Half of the gradient is sent; of what arrives the residual keeps a half.
-        _, sent = on_cpu(name, 0.5 * gradient)
-        (again,) = (on_cpu(name, sent)[1],)
-        assert torch.equal(there.cpu(), again)
-        assert torch.equal(residual.cpu(), (0.5 * gradient - sent) + 0.5 * again)
+    codec = make("q8", momentum=True)
+    there, residual = on_device(gradient), zeros()
+    codec.encode(there, residual)
+    codec.receive(0)
+    codec.reduce(None, 1)
+    codec.decode(there, residual)
+    codec.expect_no_findings()
+    sent = on_cpu("q8", 0.5 * gradient)
+    arrived = on_cpu("q8", sent)
+    assert torch.equal(there.cpu(), arrived)
+    assert torch.equal(residual.cpu(), (0.5 * gradient - sent) + 0.5 * arrived)
 
 
-def test_with_a_momentum_the_residual_keeps_it(device_worlds: Worlds) -> None:
-    device_worlds(1).run(case_momentum)
+WRONG = {
+    "payload": "ProtocolError: rank 0 refused a message from rank 1 (step 0, chunk 0, scatter): ",
+    "number": "ConfigError: tile 0 was decoded to a number that is not finite",
+}
 
 
-def case_refused() -> list[str]:
+@pytest.mark.parametrize("wrong", WRONG)
+@DEVICE
+@on_ranks(1)
+def test_refused_messages_are_an_error(device: str, wrong: str) -> None:
     from outcomes import attempt
 
-    said = []
-
-    def after(damage: Callable[[_native.DeviceCodec], None], first: float = 1.0) -> None:
-        codec = make("q4", torch.float32, world_size=2)
-        gradient = gaussian(0)
-        gradient[0] = first
-        there = on_device(gradient)
-        codec.encode(there, None)
-        codec.receive(0)
-        codec.receive(1)
-        damage(codec)
-        codec.reduce(None, 2)
-        codec.decode(there, None)
-        outcome = attempt(codec.expect_no_findings)
-        said.append(f"{outcome.error}: {outcome.text}")
-
-    def flip(codec: _native.DeviceCodec) -> None:
+    codec, gradient = make("q4", world_size=2), gaussian(0)
+    if wrong == "number":
+        gradient[0] = torch.inf
+    there = on_device(gradient)
+    codec.encode(there, None)
+    for rank in range(2):
+        codec.receive(rank)
+    if wrong == "payload":
         last = codec.received[-1:]
         last.copy_(on_device(last.cpu() ^ 1))
-
-    after(lambda codec: None)
-    after(flip)
-    after(lambda codec: None, first=float("inf"))
-    return said
-
-
-def test_refused_messages_are_an_error(device_worlds: Worlds) -> None:
-    (said,) = device_worlds(1).run(case_refused)
-    good, damaged, infinite = said
-    assert good == "None: "
-    where = r"ProtocolError: rank 0 refused a message from rank 1 (step 0, chunk 0, scatter): "
-    assert damaged.startswith(where + "checksum is")
-    assert infinite.startswith("ConfigError: tile 0 was decoded to a number that is not finite")
+    codec.reduce(None, 2)
+    codec.decode(there, None)
+    outcome = attempt(codec.expect_no_findings)
+    assert f"{outcome.error}: {outcome.text}".startswith(WRONG[wrong])
 
 
-def case_bad_arguments() -> None:
-    from outcomes import attempt
-
-    codec = make("q4", torch.float32, world_size=2)
+@DEVICE
+@on_ranks(1)
+def test_bad_arguments_are_refused(device: str) -> None:
+    codec = make("q4", world_size=2)
     good = on_device(gaussian(0))
-    calls: list[Callable[[], object]] = [
-        lambda: make("q4", torch.float32, world_size=0),
-        lambda: make("exact", torch.float32, world_size=1 << 20),
+    for call in (
+        lambda: make("q4", world_size=0),
+        lambda: make("exact", world_size=1 << 20),
         lambda: codec.receive(2),
         lambda: codec.reduce(None, 0),
         lambda: codec.reduce(None, 3),
@@ -201,9 +166,6 @@ def case_bad_arguments() -> None:
         lambda: codec.encode(good.to(torch.float16), None),
         lambda: codec.encode(good, gaussian(0)),
         lambda: codec.decode(good, good.to(torch.float64)),
-    ]
-    assert {attempt(call).error for call in calls} == {"ConfigError"}
-
-
-def test_bad_arguments_are_refused(device_worlds: Worlds) -> None:
-    device_worlds(1).run(case_bad_arguments)
+    ):
+        with pytest.raises(gradferry.ConfigError):
+            call()
