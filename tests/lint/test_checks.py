@@ -1,11 +1,10 @@
-"""check_includes, check_words and check_ptx find mistakes of each kind that are planted, alone."""
+"""check_includes and check_words find mistakes of each kind that are planted, alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import check_includes
-import check_ptx
 import pytest
 from check_words import violations
 
@@ -107,41 +106,3 @@ def test_lawful_prose_is_no_violation(tmp_path: Path) -> None:
 def test_planted_word_is_found(tmp_path: Path, name: str, text: str, where: str) -> None:
     (found,) = violations(write(tmp_path, PROSE | {name: text}))
     assert found.startswith(where)
-
-
-# --- PTX ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "instruction",
-    [
-        "fma.rn.f32 \t%f1, %f2, %f3, %f4;",
-        "@%p1 fma.rn.f64 %fd1, %fd2, %fd3, %fd4;",
-        "mad.rn.f32 %f1, %f2, %f3, %f4;",
-        "sqrt.approx.ftz.f32 %f1, %f2;",
-        "add.ftz.f32 %f1, %f2, %f3;",
-    ],
-)
-def test_check_ptx_forbids(instruction: str) -> None:
-    text = f".visible .entry some_kernel(\n)\n{{\n\t{instruction}\n}}\n"
-    assert [(n, kernel) for n, kernel, _ in check_ptx.violations(text)] == [(4, "some_kernel")]
-
-
-@pytest.mark.parametrize(
-    "instruction",
-    [
-        "mad.lo.s32 %r1, %r2, %r3, %r4;",
-        "mul.rn.f32 %f1, %f2, %f3;",
-        "div.rn.f32 %f1, %f2, %f3;",
-        "sqrt.rn.f32 %f1, %f2;",
-        "// fma.rn.f32 in a comment",
-    ],
-)
-def test_check_ptx_allows(instruction: str) -> None:
-    assert check_ptx.violations(f".entry some_kernel(\n\t{instruction}\n") == []
-
-
-def test_check_ptx_reads_what_an_object_holds() -> None:
-    ptx = ".version 9.0\n.target sm_90\n.entry some_kernel(\n\tfma.rn.f32 %f1, %f2, %f3, %f4;\n"
-    found = check_ptx.ptx_of(b"\x7fELF\0\xff\0" + ptx.encode() + b"\0.version\0")
-    assert [(n, kernel) for n, kernel, _ in check_ptx.violations(found)] == [(4, "some_kernel")]
