@@ -21,6 +21,7 @@ REFUSED = [
     ("bench collective --ranks 0", "--ranks"),
     ("bench collective --smoke -n3", f"-n {BY_SMOKE}"),
     ("bench train --hooks q4+momentun=0.9", "did you mean 'momentum'"),
+    ("bench train --hooks sign1+momentum=0.9+warmup=q8", "warmup='q8'...warmup_steps="),
     ("bench train --model resnet", "'resnet'...transformer, small, or module:function"),
     ("bench train --model no_such_module:make", "No module named 'no_such_module'"),
     ("bench train --model json:dumps", "must be a function without arguments"),
