@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from gradferry.averaging.start import usable_group
-from gradferry.averaging.tensor_calls import Work
 from gradferry.core.codec_spec import OFF
 from gradferry.core.rendezvous import exists
 from gradferry.errors import ConfigError, StateError
-from gradferry.reducer import Reducer, calls_of
+from gradferry.reducer import Reducer, Work
 
 __all__ = ["all_reduce", "forget"]
 
@@ -72,11 +71,11 @@ def all_reduce(
         rules = None if codec in (OFF, "auto") else [{"codec": codec}]
         kept = _KeptReducer([(name, tensor)], codec, members, rules=rules)
         kept.asked = codec
-        calls_of(kept).keep_no_tensors()
+        kept._keep_no_tensors()
         with _lock:
             _kept.setdefault(members, {})[name] = kept
     elif codec != kept.asked:
-        calls_of(kept).fail(
+        kept._fail(
             f"{name!r} was averaged with codec {kept.asked!r} before and now with {codec!r}: call "
             f"gradferry.forget({name!r}) on every rank first, or take another name"
         )
@@ -103,7 +102,7 @@ def forget(name: str, group: dist.ProcessGroup | None = None) -> None:
         raise StateError(
             f"nothing is kept for {name!r}; there is something for {names or 'no name'}"
         )
-    calls_of(kept).expect_waited_for("forget it")
+    kept._engine_at_rest("forget it")
     with _lock:
         _kept[members].pop(name, None)
 

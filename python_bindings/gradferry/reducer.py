@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,22 +24,22 @@ from gradferry.averaging.handle import Averaging
 from gradferry.averaging.running import Running, propose
 from gradferry.averaging.start import start, usable_group
 from gradferry.averaging.step_numbers import Stats, call_after_steps
-from gradferry.averaging.tensor_calls import (
-    TensorCalls,
-    Tensors,
-    Work,
-    check_memory,
-    expect_plain,
-    short,
-)
 from gradferry.core.config import CHUNK_BYTES, Config, make_config, mebibytes
 from gradferry.core.device import CPU
 from gradferry.core.options import Options, takes_options
-from gradferry.errors import ConfigError, StateError
+from gradferry.core.parameters import ParameterLayout
+from gradferry.core.values import short
+from gradferry.errors import ConfigError, GradferryError, StateError
 
 __all__ = ["Reducer", "Work"]
 
 BUCKET_CAP_MB = _native.BUCKET_CAP_MB
+Tensors = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
+Bucket = tuple[tuple[int, ...], torch.Tensor]  # indices of tensors; their elements, flat and real
+_NOT_WAITED_FOR = (
+    "the last all_reduce(async_op=True) was not waited for: call its work.wait() before the next "
+    "one"
+)
 
 
 @takes_options()
@@ -121,7 +123,17 @@ class Reducer(Averaging):
         self._reads = bool(running.config.check_every or running.config.momentum)
         if self._reads:
             call_after_steps(partial(_look, weakref.ref(self)), owner=self)
-        self._calls = TensorCalls(running, named, int(bucket_cap_mb * 2**20))
+        self._names = {name: index for index, (name, _) in enumerate(named)}
+        self._tensors = [tensor for _, tensor in named]
+        self._dtypes = [tensor.dtype for tensor in self._tensors]
+        cap, place = int(bucket_cap_mb * 2**20), running.transport.device
+        self._packing = Packing(running.parameters, self._dtypes, place, cap)
+        engine = running.engine
+        self._engine_calls = None if engine is None else _native.AllReducer(engine=engine)
+        self._work: Work | None = None  # of the last call
+        self._ended: str | None = None  # why
+        self._busy = threading.Lock()  # held by the thread that is in all_reduce()
+        self._count = self._buckets_passed = 0
         warn_about_rules([(running, "rules")])
 
     def all_reduce(self, tensors: Tensors | None = None, async_op: bool = False) -> Work | None:
@@ -150,30 +162,171 @@ class Reducer(Averaging):
         Any error ends the Reducer on all ranks, which may be in this call already. The contents of
         the tensors are then unspecified.
         """
-        if isinstance(tensors, list | tuple | Mapping) and (self._reads or not self._watches):
-            self._watch_gradients(tensors)
-        return self._calls.all_reduce(tensors, async_op)
+        engine = self._started.engine
+        if engine is not None:
+            engine.expect_alive()  # the first error is the one to look at
+        elif self._ended is not None:
+            raise StateError(f"an earlier call failed: {self._ended}")
+        if not self._busy.acquire(blocking=False):
+            self._fail("another thread is in all_reduce(): call it from one thread at a time")
+        try:
+            if self._work is not None and not self._work._is_settled:
+                self._work._refuse(_NOT_WAITED_FOR)
+                self._fail(_NOT_WAITED_FOR)
+            if async_op:
+                self._expect_async()
+            mine = self._checked(tensors)
+            if self._reads or not self._watches:
+                self._watch_gradients(mine)
+            self._work = self._post(mine, async_op)
+            self._count += 1
+            if async_op:
+                return self._work
+            self._work.wait()
+            return None
+        except GradferryError:
+            raise
+        except BaseException as error:
+            # Buckets may be on their way: the next call would meet them.
+            if self._work is not None:
+                self._work._refuse("this call was interrupted")
+            text = f"{type(error).__name__}: {error}"
+            self._end(text)
+            if not isinstance(error, Exception):
+                raise
+            raise StateError(text) from error
+        finally:
+            self._busy.release()
 
-    def _watch_gradients(self, tensors: Tensors) -> None:
+    def _expect_async(self) -> None:
+        """Options with which a thread in the background would read what the caller changes."""
+        config = self._started.config
+        if config.check_every:
+            self._fail(
+                "check_every= compares parameters, which may change during "
+                "all_reduce(async_op=True): call it without async_op, or leave check_every out"
+            )
+        if config.grad_scaler is not None:
+            self._fail(
+                "grad_scaler= has a scale that may change during all_reduce(async_op=True): call "
+                "it without async_op, or unscale first and leave grad_scaler out"
+            )
+
+    def _post(self, tensors: Sequence[torch.Tensor], async_op: bool) -> Work:
+        try:
+            group = self._started.group
+        except StateError as error:
+            self._fail(f"{error}; make a Reducer over a new one")
+        packed = self._packing.pack(tensors)
+        engine = self._started.engine
+        if engine is None or self._engine_calls is None:
+            self._buckets_passed += len(packed.buckets)
+            return Work(_PassedThrough(packed.buckets, group), packed, self._end)
+        # On a device, handing over is no more than enqueueing behind the current stream.
+        in_background = async_op and self._started.transport.on_host
+        pending = self._engine_calls.start(packed.buckets, in_background=in_background)
+        return Work(pending, packed, self._end)
+
+    def _checked(self, tensors: Tensors | None) -> list[torch.Tensor]:
+        """The tensors to average, in the order of registration."""
+        try:
+            mine = self._in_order(tensors)
+            for name, index in self._names.items():
+                self._check(name, mine[index], index)
+            check_memory(list(self._names), mine)
+        except StateError as error:
+            self._fail(str(error))
+        return mine
+
+    def _in_order(self, tensors: Tensors | None) -> list[torch.Tensor]:
+        if tensors is None:
+            return self._tensors
+        if isinstance(tensors, Mapping):
+            if unknown := [name for name in tensors if name not in self._names]:
+                raise StateError(f"the tensors have {unknown[0]!r}, which was not registered")
+            if missing := [name for name in self._names if name not in tensors]:
+                raise StateError(
+                    f"the tensors lack {missing[0]!r}: every call averages all registered ones; "
+                    "pass zeros, or make a Reducer for each part"
+                )
+            return [tensors[name] for name in self._names]
+        if isinstance(tensors, torch.Tensor):
+            raise StateError("a single tensor was passed; pass a list, or a mapping by name")
+        if isinstance(tensors, Set):
+            raise StateError("a set has no order that all ranks share; pass a list, or a mapping")
+        mine = list(tensors)
+        if len(mine) != len(self._names):
+            raise StateError(
+                f"{len(mine)} tensors were passed and {len(self._names)} registered: every call "
+                "averages all of them; pass zeros, or make a Reducer for each part"
+            )
+        return mine
+
+    def _check(self, name: str, tensor: torch.Tensor, index: int) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise StateError(
+                f"{name!r} is {short(tensor)}, not a tensor; where a parameter has no gradient "
+                "pass zeros, on this rank alone or on all"
+            )
+        expect_plain(name, tensor)
+        shape, place = self._started.parameters[index].shape, self._started.transport.device
+        expected = (shape, self._dtypes[index], place, torch.strided)
+        found = (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout)
+        for what, now, then in zip(
+            ("shape", "dtype", "device", "layout"), found, expected, strict=True
+        ):
+            if now != then:
+                raise StateError(
+                    f"{name!r} has {what} {now}, and {then} was registered: make a new Reducer "
+                    "where tensors change"
+                )
+        if tensor.requires_grad:
+            raise StateError(
+                f"{name!r} requires grad: a codec would round a parameter itself; pass its "
+                "gradient, [parameter.grad for parameter in ...], or parameter.detach() if its "
+                "average is what you want"
+            )
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise StateError(
+                f"{name!r} was made in inference mode and cannot be changed outside; pass its "
+                "clone()"
+            )
+
+    def _fail(self, message: str) -> NoReturn:
+        """Ends the calls of all ranks, which may be waiting for this one."""
+        self._end(message)
+        raise StateError(message)
+
+    def _end(self, message: str) -> None:
+        """Without an engine the others wait for as long as the process group does."""
+        self._ended = message
+        engine = self._started.engine
+        if engine is not None:
+            engine.fail(f"rank {self._started.world_rank}: {message}")
+
+    def _keep_no_tensors(self) -> None:
+        """Lets the registered tensors go: from now on every call passes its own."""
+        self._tensors = []
+
+    def _watch_gradients(self, tensors: Sequence[torch.Tensor]) -> None:
         """Watches the optimizer of registered parameters whose gradients are averaged. The
         optimizer of local SGD, which steps between averages, never sees what is averaged.
         """
         running = self._started
-        if isinstance(tensors, Mapping):
-            tensors = [tensors[name] for name in self._calls.names if name in tensors]
         if self._reads:
             self._averaged = [weakref.ref(each) for each in tensors]
-        gradients = {id(p.grad) for p in running.tensors() if p.is_leaf and p.grad is not None}
-        if not self._watches and any(id(each) in gradients for each in tensors):
-            self._watches = True
-            watch_optimizer(running)
+        if not self._watches:
+            gradients = {id(p.grad) for p in running.tensors() if p.is_leaf and p.grad is not None}
+            if any(id(each) in gradients for each in tensors):
+                self._watches = True
+                watch_optimizer(running)
 
     def _expect_registered(self, optimizer: Optimizer) -> None:
         """Ends all ranks if an optimizer has stepped on averages with parameters that have replaced
         registered ones.
         """
         trained = {id(p.grad): p for group in optimizer.param_groups for p in group["params"]}
-        tensors = zip(self._calls.names, self._averaged, self._started.tensors(), strict=False)
+        tensors = zip(self._names, self._averaged, self._started.tensors(), strict=False)
         for name, reference, registered in tensors:
             gradient = reference()
             if gradient is None or not isinstance(registered, torch.nn.Parameter):
@@ -181,7 +334,7 @@ class Reducer(Averaging):
             # A copy of a parameter, such as fp32 master weights, may have its gradient, too.
             is_own = trained.get(id(gradient), registered) is registered
             if not is_own and registered.grad is not gradient:
-                self._calls.fail(
+                self._fail(
                     f"what was averaged as {name!r} is the gradient of another parameter than the "
                     "one that was registered, which momentum= and check_every= look at: make a "
                     "new Reducer of the parameters that train now"
@@ -201,7 +354,7 @@ class Reducer(Averaging):
     def _saved(self, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The state, as `save_load.save` returns it."""
         self._engine_at_rest("save the state")
-        return save_load.save(self._started, self._calls.count, kept)
+        return save_load.save(self._started, self._count, kept)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
         """Restores what `state_dict` returned, of a Reducer or of a hook. Call it on every rank.
@@ -217,27 +370,31 @@ class Reducer(Averaging):
         """
         self._engine_at_rest("load a state")
         with self._loading():
-            self._calls.count = save_load.load(self._started, state_dict, on_resize)
+            self._count = save_load.load(self._started, state_dict, on_resize)
 
     @property
     def _running(self) -> Running:
         return self._started
 
     def _engine_at_rest(self, what: str) -> _native.BucketEngine | None:
-        self._calls.expect_waited_for(what)
+        if self._work is not None and not self._work._is_settled:
+            raise StateError(
+                f"cannot {what}: the last all_reduce(async_op=True) was not waited for; call its "
+                "work.wait() first"
+            )
         return self._started.engine
 
     def _passed_buckets(self) -> int:
-        return self._calls.buckets_passed
+        return self._buckets_passed
 
     def _passed_steps(self) -> int:
-        return self._calls.count
+        return self._count
 
     def stats(self) -> Stats:
         """The numbers of `HookState.stats`, and ``packing_bytes``: memory of buckets into which
         tensors are copied.
         """
-        return {**super().stats(), "packing_bytes": self._calls.packing_bytes}
+        return {**super().stats(), "packing_bytes": self._packing.num_bytes}
 
     def __reduce__(self) -> NoReturn:
         raise StateError(
@@ -326,6 +483,327 @@ def bucket_cap(value: float) -> float:
     return mebibytes("bucket_cap_mb", value, BUCKET_CAP_MB)
 
 
-def calls_of(reducer: Reducer) -> TensorCalls:
-    """The calls of a Reducer, for what is built on it."""
-    return reducer._calls
+def expect_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raises StateError for a tensor that is spread over ranks, such as a parameter under FSDP2."""
+    if hasattr(tensor, "to_local"):
+        raise StateError(
+            f"{name!r} is a {type(tensor).__name__}, whose parts are on several ranks; pass this "
+            "rank's, tensor.to_local(), over the group of ranks that hold the same part"
+        )
+
+
+def check_memory(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    """Raises StateError if an average could be written to one place twice."""
+    first: dict[int, str] = {}
+    for name, tensor in zip(names, tensors, strict=True):
+        if _may_overlap_itself(tensor):
+            raise StateError(
+                f"elements of {name!r} share memory (expand() and unfold() do so); pass a clone()"
+            )
+        if first.setdefault(id(tensor), name) != name:
+            raise StateError(_shared(first[id(tensor)], name))
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), index)
+        for index, tensor in enumerate(tensors)
+        if tensor.numel()
+    )
+    # Those that are not dense may lie between each other, but not in a dense one.
+    last = last_dense = (0, -1)  # end and index of what reaches farthest so far
+    for begin, end, index in spans:
+        dense = is_dense(tensors[index])
+        reaches, other = last if dense else last_dense
+        if begin < reaches:
+            raise StateError(_shared(*(names[each] for each in sorted((index, other)))))
+        last = max(last, (end, index))
+        if dense:
+            last_dense = max(last_dense, (end, index))
+
+
+def _shared(first: str, second: str) -> str:
+    return (
+        f"{first!r} and {second!r} share memory, which would be averaged twice; register what is "
+        "shared once"
+    )
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last one."""
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in sides)) * tensor.element_size()
+
+
+def _may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """Whether a step in some dimension may end where smaller steps lead, too."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return bool(tensor.numel())
+        reach += max(size - 1, 0) * stride
+    return False
+
+
+# --- a call ---
+
+
+class _Pending(Protocol):
+    def wait(self) -> None: ...
+    def is_completed(self) -> bool: ...
+
+
+class Work:
+    """One call of `Reducer.all_reduce` on its way. Wait for it before the next one.
+
+    Until `wait` has returned do not read or write the tensors.
+    """
+
+    def __init__(self, pending: _Pending, packed: Packed, end: Callable[[str], None]) -> None:
+        self._call: tuple[_Pending, Packed] | None = (pending, packed)  # None: settled
+        self._unpacked = packed.unpacked
+        self._end = weakref.WeakMethod(end)  # of what holds the last call
+        # Not the exception itself, whose traceback would keep the engine alive.
+        self._error: tuple[type[GradferryError], str] | None = None
+        self._lock = threading.Lock()
+
+    def wait(self) -> bool:
+        """Returns when the tensors hold the average; on a device, when the current stream waits
+        for that.
+
+        Returns:
+            True.
+
+        Raises:
+            PeerError, ProtocolError, StateError, DivergedError: as `Reducer.all_reduce`. The
+                contents of the tensors are then unspecified. Every further call raises it, too.
+        """
+        with self._lock:
+            if self._call is not None:
+                self._settle(*self._call)
+            elif self._unpacked is not None:
+                self._unpacked.wait()  # for the current stream, which may be another one
+            if self._error is not None:
+                kind, text = self._error
+                raise kind(text)
+        return True
+
+    def _settle(self, pending: _Pending, packed: Packed) -> None:
+        try:
+            pending.wait()  # an interrupt leaves it as it is: wait() can be called again
+            packed.unpack()
+        except GradferryError as error:
+            self._error = type(error), str(error)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            self._error = StateError, text
+            if end := self._end():
+                end(text)
+        self._call = None
+
+    def is_completed(self) -> bool:
+        """Whether `wait` returns, or raises, without waiting for another rank."""
+        call = self._call
+        return call is None or call[0].is_completed()
+
+    @property
+    def _is_settled(self) -> bool:
+        return self._call is None
+
+    def _refuse(self, text: str) -> None:
+        """Settles a call for which nobody has waited in time; one that is settled stays so."""
+        if self._call is not None:
+            self._error, self._call = (StateError, text), None
+
+    def __del__(self) -> None:
+        if getattr(self, "_call", None) is not None:
+            warnings.warn(  # noqa: TID251  garbage collection runs under any frame
+                "nobody has waited for an all_reduce(async_op=True): its tensors do not hold the "
+                "average; call work.wait()",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+
+class _PassedThrough:
+    """The backend's own all-reduce, as the hook of DDP posts it."""
+
+    def __init__(self, buckets: Iterable[Bucket], group: dist.ProcessGroup) -> None:
+        self._works = []
+        for _, flat in buckets:
+            flat.div_(group.size())
+            real = torch.view_as_real(flat) if flat.is_complex() else flat
+            self._works.append(group.allreduce(real))
+
+    def wait(self) -> None:
+        errors = []
+        for work in self._works:  # all: nobody may write to tensors of a call that has returned
+            try:
+                work.wait()
+            except RuntimeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+# --- tensors as buckets ---
+
+Bucket = tuple[tuple[int, ...], torch.Tensor]  # indices of tensors; their elements, flat and real
+
+
+@dataclass
+class Packed:
+    """The buckets of one call.
+
+    Attributes:
+        buckets: in the order of all ranks.
+        copies: tensors, and their views of a bucket that is no memory of theirs.
+    """
+
+    buckets: list[Bucket]
+    copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+    unpacked: torch.Event | None  # on a device; the next call may be on another stream
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """Copies what the buckets hold to the tensors."""
+        for tensors, views in self.copies:
+            _copy(tensors, views)
+        if self.unpacked is not None:
+            self.unpacked.record()
+
+
+@dataclass
+class _Room:
+    """What tensors that travel together are copied to, made when it is first needed."""
+
+    indices: tuple[int, ...]
+    flat: torch.Tensor | None = None
+    views: list[torch.Tensor] = field(default_factory=list)
+
+
+class Packing:
+    """How tensors are divided into buckets, equal on all ranks.
+
+    Tensors of one dtype share a bucket, in their order, until it is full. Those that lie one behind
+    the other, each with its elements as in the registered tensor, are averaged where they are; so
+    is one that is alone in its bucket. Others are copied there and back.
+
+    Args:
+        parameters: of the tensors, as agreed by all ranks.
+        dtypes: of the tensors.
+        device: where the tensors are.
+        cap_bytes: of a bucket of several tensors, at most.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ParameterLayout],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        cap_bytes: int,
+    ) -> None:
+        self._parameters = parameters
+        self._dtypes = dtypes
+        self._device = device
+        self._unpacked = None if device.type == "cpu" else torch.Event(device)
+        self._rooms = [_Room(indices) for indices in _divided(parameters, dtypes, cap_bytes)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of buckets that tensors are copied to, so far."""
+        return sum(room.flat.nbytes for room in self._rooms if room.flat is not None)
+
+    @torch.no_grad()
+    def pack(self, tensors: Sequence[torch.Tensor]) -> Packed:
+        """Tensors with the shapes, dtypes and device of the registered ones, as buckets."""
+        if self._unpacked is not None:
+            self._unpacked.wait()
+        packed = Packed([], [], self._unpacked)
+        for room in self._rooms:
+            mine = [tensors[index] for index in room.indices]
+            flat = self._in_place(room.indices, mine)
+            if flat is None:
+                flat = self._filled(room, mine)
+                packed.copies.append((mine, room.views))
+            else:
+                # The engine writes behind the back of autograd, which must notice.
+                for each in mine:
+                    if not each.is_inference():
+                        torch.autograd.graph.increment_version(each)
+            packed.buckets.append((room.indices, flat))
+        return packed
+
+    def _in_place(
+        self, indices: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """The tensors' own memory, if their elements lie there as all ranks expect."""
+        first = tensors[0]
+        storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+        for tensor in tensors:
+            if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != offset:
+                return None
+            offset += tensor.numel()
+        if offset * first.element_size() > first.untyped_storage().nbytes():
+            return None  # two storages begin at one address
+        layouts = [self._parameters[index] for index in indices]
+        for layout, tensor in zip(layouts, tensors, strict=True):
+            if tensor.is_conj() or tensor.is_neg() or not is_dense(tensor):
+                return None
+            if tuple(_native.bucket_strides(tensor)) != layout.strides:
+                return None
+        real = torch.view_as_real(first) if first.is_complex() else first
+        return real.detach().as_strided((sum(each.num_elements for each in layouts),), (1,))
+
+    @torch.inference_mode(False)
+    def _filled(self, room: _Room, tensors: list[torch.Tensor]) -> torch.Tensor:
+        if room.flat is None:
+            layouts = [self._parameters[index] for index in room.indices]
+            size = sum(layout.num_elements for layout in layouts)
+            room.flat = torch.empty(size, dtype=layouts[0].dtype, device=self._device)
+            room.views = list(_views(room.flat, layouts, self._dtypes[room.indices[0]]))
+        _copy(room.views, tensors)
+        return room.flat
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor fill its memory, each once."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+def _divided(
+    parameters: Sequence[ParameterLayout], dtypes: Sequence[torch.dtype], cap_bytes: int
+) -> list[tuple[int, ...]]:
+    """Indices by bucket."""
+    buckets: list[list[int]] = []
+    open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
+    for index, (parameter, dtype) in enumerate(zip(parameters, dtypes, strict=True)):
+        num_bytes = parameter.num_elements * parameter.dtype.itemsize
+        bucket, filled = open_buckets.get(dtype, ([], 0))
+        if not bucket or filled + num_bytes > cap_bytes:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(index)
+        open_buckets[dtype] = bucket, filled + num_bytes
+    return [tuple(bucket) for bucket in buckets]
+
+
+def _views(
+    flat: torch.Tensor, layouts: Sequence[ParameterLayout], dtype: torch.dtype
+) -> Iterator[torch.Tensor]:
+    """The part of each tensor, in its shape and their dtype."""
+    begin = 0
+    for layout in layouts:
+        part = flat[begin : begin + layout.num_elements]
+        begin += layout.num_elements
+        if dtype.is_complex:
+            part = torch.view_as_complex(part.view(-1, 2))
+        yield part.as_strided(layout.shape, layout.strides)
+
+
+def _copy(into: list[torch.Tensor], of: list[torch.Tensor]) -> None:
+    if any(tensor.is_complex() or tensor.is_neg() for tensor in (*into, *of)):
+        for one, other in zip(into, of, strict=True):
+            one.copy_(other)
+    else:
+        torch._foreach_copy_(into, of)

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gradferry import _native
-from gradferry.averaging.tensor_calls import expect_plain, short
 from gradferry.core.agreement import hash64
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.core.config import count
-from gradferry.core.values import as_whole
+from gradferry.core.values import as_whole, short
 from gradferry.errors import ConfigError, StateError
+from gradferry.reducer import expect_plain
 
 
 def encode(tensor: torch.Tensor, codec: str, *, seed: int = 0, step: int = 0) -> torch.Tensor:

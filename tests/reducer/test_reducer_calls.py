@@ -12,8 +12,7 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.averaging import tensor_calls
-from gradferry.averaging.packing import Packed, Packing
+from gradferry.reducer import Packed, Packing, Work, check_memory
 from on_ranks import on_ranks
 from outcomes import attempt
 
@@ -52,8 +51,8 @@ def test_memory_that_reaches_beyond_a_tensor_between_is_compared() -> None:
     base = torch.zeros(100)
     tensors = {"far": base[::2], "between": base[1:20:2], "dense": base[50:60]}
     with pytest.raises(gradferry.StateError, match="'far' and 'dense' share memory"):
-        tensor_calls.check_memory(list(tensors), list(tensors.values()))
-    tensor_calls.check_memory(["far", "between"], [tensors["far"], tensors["between"]])
+        check_memory(list(tensors), list(tensors.values()))
+    check_memory(["far", "between"], [tensors["far"], tensors["between"]])
 
 
 @on_ranks(2)
@@ -61,7 +60,7 @@ def test_an_interrupted_call_is_the_last_one_on_all_ranks() -> None:
     """Rank 0 is interrupted when its buckets are under way."""
     reducer = one()
     if dist.get_rank() == 0:
-        interrupted = mock.patch.object(tensor_calls.Work, "wait", side_effect=KeyboardInterrupt)
+        interrupted = mock.patch.object(Work, "wait", side_effect=KeyboardInterrupt)
         with interrupted, pytest.raises(KeyboardInterrupt):
             reducer.all_reduce()
     else:

@@ -14,3 +14,9 @@ def as_whole(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except (TypeError, RuntimeError):  # of a tensor without a value
         return None
+
+
+def short(value: object) -> str:
+    """A value for an error message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

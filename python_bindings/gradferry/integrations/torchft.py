@@ -30,7 +30,7 @@ from gradferry.diloco import (
     withheld_by,
 )
 from gradferry.errors import ConfigError, PeerError, ProtocolError, StateError
-from gradferry.reducer import BUCKET_CAP_MB, Work, bucket_cap, calls_of, check_config
+from gradferry.reducer import BUCKET_CAP_MB, Work, bucket_cap, check_config
 
 _INSTALL = 'pip install "gradferry[torchft]"'
 try:
@@ -201,7 +201,7 @@ class FragmentAverages:
         if self.reducer is None or self._quorum != quorum:
             self._let_go()
             made = self._make(changes, group=self._manager._pg.parent)
-            calls_of(made).keep_no_tensors()
+            made._keep_no_tensors()
             take_up(made, self._withheld, self._manager.current_step())
             self.reducer, self._quorum = made, quorum
         return self.reducer
