@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from gradferry import _native
 from gradferry.averaging.handle import Averaging
+from gradferry.averaging.saved_state import merge
 from gradferry.averaging.start import usable_group
 from gradferry.core.agreement import Record, on_all_ranks, rendezvous_place
 from gradferry.core.content_file import durable_file, read_content, write_content
@@ -45,7 +46,6 @@ from gradferry.core.rendezvous import world_ranks
 from gradferry.core.values import as_whole, short
 from gradferry.core.warn import warn_or_log
 from gradferry.errors import ConfigError, ProtocolError, StateError
-from gradferry.residuals.saved_state import merge
 
 __all__ = ["ResizedState", "exists", "load", "load_all", "merge", "save"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import Unpack
 
 from gradferry import _native
-from gradferry.averaging import save_load
+from gradferry.averaging import saved_state
 from gradferry.averaging.advice import warn_about_rules, watch_optimizer
 from gradferry.averaging.description import describe
 from gradferry.averaging.handle import Averaging
@@ -352,9 +352,9 @@ class Reducer(Averaging):
         return self._saved()
 
     def _saved(self, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The state, as `save_load.save` returns it."""
+        """The state, as `saved_state.save` returns it."""
         self._engine_at_rest("save the state")
-        return save_load.save(self._started, self._count, kept)
+        return saved_state.save(self._started, self._count, kept)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
         """Restores what `state_dict` returned, of a Reducer or of a hook. Call it on every rank.
@@ -370,7 +370,7 @@ class Reducer(Averaging):
         """
         self._engine_at_rest("load a state")
         with self._loading():
-            self._count = save_load.load(self._started, state_dict, on_resize)
+            self._count = saved_state.load(self._started, state_dict, on_resize)
 
     @property
     def _running(self) -> Running:
@@ -648,8 +648,6 @@ class _PassedThrough:
 
 # --- tensors as buckets ---
 
-Bucket = tuple[tuple[int, ...], torch.Tensor]  # indices of tensors; their elements, flat and real
-
 
 @dataclass
 class Packed:
@@ -675,9 +673,11 @@ class Packed:
 
 @dataclass
 class _Room:
-    """What tensors that travel together are copied to, made when it is first needed."""
+    """Tensors that travel together, and what they are copied to, made when it is first needed."""
 
     indices: tuple[int, ...]
+    layouts: Sequence[ParameterLayout]
+    dtype: torch.dtype
     flat: torch.Tensor | None = None
     views: list[torch.Tensor] = field(default_factory=list)
 
@@ -703,11 +703,12 @@ class Packing:
         device: torch.device,
         cap_bytes: int,
     ) -> None:
-        self._parameters = parameters
-        self._dtypes = dtypes
         self._device = device
         self._unpacked = None if device.type == "cpu" else torch.Event(device)
-        self._rooms = [_Room(indices) for indices in _divided(parameters, dtypes, cap_bytes)]
+        self._rooms = [
+            _Room(indices, [parameters[index] for index in indices], dtypes[indices[0]])
+            for indices in _divided(parameters, dtypes, cap_bytes)
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -722,7 +723,7 @@ class Packing:
         packed = Packed([], [], self._unpacked)
         for room in self._rooms:
             mine = [tensors[index] for index in room.indices]
-            flat = self._in_place(room.indices, mine)
+            flat = _in_place(room.layouts, mine)
             if flat is None:
                 flat = self._filled(room, mine)
                 packed.copies.append((mine, room.views))
@@ -734,36 +735,40 @@ class Packing:
             packed.buckets.append((room.indices, flat))
         return packed
 
-    def _in_place(
-        self, indices: Sequence[int], tensors: Sequence[torch.Tensor]
-    ) -> torch.Tensor | None:
-        """The tensors' own memory, if their elements lie there as all ranks expect."""
-        first = tensors[0]
-        storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
-        for tensor in tensors:
-            if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != offset:
-                return None
-            offset += tensor.numel()
-        if offset * first.element_size() > first.untyped_storage().nbytes():
-            return None  # two storages begin at one address
-        layouts = [self._parameters[index] for index in indices]
-        for layout, tensor in zip(layouts, tensors, strict=True):
-            if tensor.is_conj() or tensor.is_neg() or not is_dense(tensor):
-                return None
-            if tuple(_native.bucket_strides(tensor)) != layout.strides:
-                return None
-        real = torch.view_as_real(first) if first.is_complex() else first
-        return real.detach().as_strided((sum(each.num_elements for each in layouts),), (1,))
-
     @torch.inference_mode(False)
     def _filled(self, room: _Room, tensors: list[torch.Tensor]) -> torch.Tensor:
         if room.flat is None:
-            layouts = [self._parameters[index] for index in room.indices]
-            size = sum(layout.num_elements for layout in layouts)
-            room.flat = torch.empty(size, dtype=layouts[0].dtype, device=self._device)
-            room.views = list(_views(room.flat, layouts, self._dtypes[room.indices[0]]))
+            size, begin = sum(layout.num_elements for layout in room.layouts), 0
+            room.flat = torch.empty(size, dtype=room.layouts[0].dtype, device=self._device)
+            for layout in room.layouts:
+                part = room.flat[begin : begin + layout.num_elements]
+                begin += layout.num_elements
+                if room.dtype.is_complex:
+                    part = torch.view_as_complex(part.view(-1, 2))
+                room.views.append(part.as_strided(layout.shape, layout.strides))
         _copy(room.views, tensors)
         return room.flat
+
+
+def _in_place(
+    layouts: Sequence[ParameterLayout], tensors: Sequence[torch.Tensor]
+) -> torch.Tensor | None:
+    """The tensors' own memory, if their elements lie there as all ranks expect."""
+    first = tensors[0]
+    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+    for tensor in tensors:
+        if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != offset:
+            return None
+        offset += tensor.numel()
+    if offset * first.element_size() > first.untyped_storage().nbytes():
+        return None  # two storages begin at one address
+    for layout, tensor in zip(layouts, tensors, strict=True):
+        if tensor.is_conj() or tensor.is_neg() or not is_dense(tensor):
+            return None
+        if tuple(_native.bucket_strides(tensor)) != layout.strides:
+            return None
+    real = torch.view_as_real(first) if first.is_complex() else first
+    return real.detach().as_strided((sum(each.num_elements for each in layouts),), (1,))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -786,19 +791,6 @@ def _divided(
         bucket.append(index)
         open_buckets[dtype] = bucket, filled + num_bytes
     return [tuple(bucket) for bucket in buckets]
-
-
-def _views(
-    flat: torch.Tensor, layouts: Sequence[ParameterLayout], dtype: torch.dtype
-) -> Iterator[torch.Tensor]:
-    """The part of each tensor, in its shape and their dtype."""
-    begin = 0
-    for layout in layouts:
-        part = flat[begin : begin + layout.num_elements]
-        begin += layout.num_elements
-        if dtype.is_complex:
-            part = torch.view_as_complex(part.view(-1, 2))
-        yield part.as_strided(layout.shape, layout.strides)
 
 
 def _copy(into: list[torch.Tensor], of: list[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import gradferry
 import torch
 import torch.distributed as dist
-from gradferry.residuals.tiles import Tile, spread
+from gradferry.averaging.tiles import Tile, spread
 from resumable import fingerprints
 from scenario import placed
 from torch import nn

@@ -26,18 +26,6 @@ def as_asked(running: Running) -> dict[str, Any]:
     return {"codec": codec, "exchange": running.exchange.name, "reason": reason}
 
 
-def _group(running: Running) -> str:
-    name = repr(running.group_name) if running.group_name else "without a name"
-    return f"process group {name}"
-
-
-def _in_world(running: Running) -> str:
-    """Where the group's ranks are not those of the world, which errors name."""
-    if list(running.world_ranks) == list(range(running.world_size)):
-        return ""
-    return f" ({_native.name_ranks(running.world_ranks)} of the world)"
-
-
 def describe(running: Running, stats: Stats) -> str:
     """The text of ``print(state)``: codecs, exempt parameters, small ones, exchange, memory and
     averages of the steps so far, by line.
@@ -47,16 +35,20 @@ def describe(running: Running, stats: Stats) -> str:
         stats: of `Averaging.stats`.
     """
     config, choice = running.config, stats["choice"]
+    name = repr(running.group_name) if running.group_name else "without a name"
+    group = f"process group {name}"
     if running.engine is None:
         reason = "GRADFERRY_DISABLE=1" if config.disabled else "codec 'off'"
         chosen = f", {choice['reason']}" if "next_check" in choice else ""
-        return f"gradferry: passes through ({reason}{chosen}), {_group(running)}"
+        return f"gradferry: passes through ({reason}{chosen}), {group}"
     parameters = running.parameters
     total = sum(p.num_elements for p in parameters)
+    # Errors name ranks of the world.
+    is_world = list(running.world_ranks) == list(range(running.world_size))
+    in_world = "" if is_world else f" ({_native.name_ranks(running.world_ranks)} of the world)"
     lines = [
         f"gradferry: {config.codec}, error feedback {config.error_feedback}, "
-        f"rank {running.rank} of {running.world_size}, {_group(running)}"
-        f"{_in_world(running)}"
+        f"rank {running.rank} of {running.world_size}, {group}{in_world}"
     ]
     if config.chooses:
         lines.append(f"  chosen by 'auto': {choice['reason']}")
@@ -87,7 +79,15 @@ def describe(running: Running, stats: Stats) -> str:
         f"{stats['workspace_bytes'] / 2**20:.1f} of at most {config.workspace_cap_mb:g} MiB, "
         f"{running.engine.workspace()['slots']} chunks in flight"
     )
-    lines += _averages(running.engine_steps(), stats)
+    # In other steps, such as those of a trial of "off", buckets pass through, which nothing times.
+    steps = running.engine_steps()
+    if steps and stats["wire_bytes"]:
+        passed = ", without buckets that passed through" if stats["fallbacks"] else ""
+        lines.append(
+            f"  average of {steps} steps: {stats['wire_bytes'] / steps:,.0f} bytes sent, "
+            f"{stats['ratio']:.2f} times fewer than uncompressed, "
+            f"{stats['exposed_ms'] / steps:.1f} ms exposed{passed}"
+        )
     return "\n".join(lines)
 
 
@@ -96,24 +96,6 @@ def _at_most_four(names: Sequence[str]) -> str:
     different = list(dict.fromkeys(names))
     more = f", and {len(different) - 4} more" if len(different) > 4 else ""
     return ", ".join(different[:4]) + more
-
-
-def _averages(steps: int, stats: Stats) -> list[str]:
-    """What a step sent and cost so far; nothing before the first one that sent something.
-
-    Args:
-        steps: that engines took. In others, such as those of a trial of ``off``, every bucket
-            passed through, which nothing counts or times.
-        stats: of `Averaging.stats`.
-    """
-    if not steps or not stats["wire_bytes"]:
-        return []
-    passed = ", without buckets that passed through" if stats["fallbacks"] else ""
-    return [
-        f"  average of {steps} steps: {stats['wire_bytes'] / steps:,.0f} bytes sent, "
-        f"{stats['ratio']:.2f} times fewer than uncompressed, {stats['exposed_ms'] / steps:.1f} ms "
-        f"exposed{passed}"
-    ]
 
 
 def _exchange_line(running: Running) -> str:

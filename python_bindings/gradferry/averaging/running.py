@@ -16,6 +16,15 @@ import torch.distributed as dist
 
 from gradferry import _native
 from gradferry.averaging import step_numbers
+from gradferry.averaging.tiles import (
+    KINDS,
+    Kind,
+    Tile,
+    collect,
+    rescale,
+    spread,
+    zero_residual,
+)
 from gradferry.core.agreement import (
     Record,
     losing_names_ranks,
@@ -33,15 +42,6 @@ from gradferry.core.parameters import ParameterLayout, describe_parameters, unde
 from gradferry.core.rendezvous import exists, world_ranks
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, GradferryError, StateError
-from gradferry.residuals.tiles import (
-    KINDS,
-    Kind,
-    Tile,
-    collect,
-    rescale,
-    spread,
-    zero_residual,
-)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from typing import Any
 
 from gradferry import _native
 from gradferry.averaging.running import Running
+from gradferry.averaging.saved_state import same, shown
 from gradferry.core.agreement import most_of_ranks
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.core.config import COARSE_BITS, EXACT, FIRST_OF_AUTO, Config
@@ -33,7 +34,6 @@ from gradferry.ddp.trial import (
     most_precise,
 )
 from gradferry.errors import ConfigError, GradferryError, StateError
-from gradferry.residuals.saved_state import same, shown
 
 _log = logging.getLogger("gradferry")
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
-from gradferry.averaging import save_load
+from gradferry.averaging import saved_state
 from gradferry.averaging.advice import warn_about_rules, watch_optimizer
 from gradferry.averaging.description import describe
 from gradferry.averaging.handle import Averaging
@@ -20,7 +20,6 @@ from gradferry.core.warn import warn
 from gradferry.ddp.auto import Choice, Chooser
 from gradferry.ddp.binding import Binding, bind
 from gradferry.errors import ConfigError, StateError
-from gradferry.residuals.saved_state import holds_residuals
 
 _HOW_TO_BIND = (
     "pass the DistributedDataParallel to HookState(codec, ddp), or call state.bind(ddp) before the "
@@ -127,7 +126,7 @@ class HookState(Averaging):
             StateError: the state is not bound, failed, or is in the middle of a step.
         """
         bound = self._bound()
-        state = save_load.save(bound.running, bound.hook.finished_steps())
+        state = saved_state.save(bound.running, bound.hook.finished_steps())
         if bound.chooser is not None:
             state["choice"] = bound.chooser.choice.saved()
         return {**bound.passed_on, **state}
@@ -207,7 +206,7 @@ def _load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
     has_choice = isinstance(saved, Mapping) and "choice" in saved
     choice = Choice.restored(saved["choice"]) if has_choice else None
     chosen = None if choice is None else choice.codec
-    bound.resume(save_load.load(bound.running, saved, on_resize, chosen=chosen))
+    bound.resume(saved_state.load(bound.running, saved, on_resize, chosen=chosen))
     bound.passed_on.clear()
     if choice is not None:
         bound.passed_on["choice"] = choice.saved()
@@ -220,9 +219,9 @@ def _restore_choice(
 
     def check() -> Record:
         nonlocal choice
-        save_load.check(running, saved, on_resize)
+        saved_state.check(running, saved, on_resize)
         # Where nothing chose, the measurement begins after loading.
-        if "choice" in saved or (saved["world_size"] > 1 and holds_residuals(saved)):
+        if "choice" in saved or (saved["world_size"] > 1 and saved_state.holds_residuals(saved)):
             choice = Choice.restored(saved.get("choice"))
         return {"choice": choice.saved(), "steps": saved["steps"]}
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
-from gradferry.averaging import save_load, step_numbers
+from gradferry.averaging import saved_state, step_numbers
 from gradferry.averaging.description import as_asked, describe
 from gradferry.averaging.handle import Averaging
 from gradferry.averaging.running import Running
@@ -208,7 +208,7 @@ class ShardedState(Averaging):
                 each.gathers.expect_no_fault()
         self._end_broken_pass()
         return {
-            part: save_load.save(each.running, synced_passes(each.hooks))
+            part: saved_state.save(each.running, synced_passes(each.hooks))
             for part, each in self._saved().items()
         }
 
@@ -241,11 +241,11 @@ class ShardedState(Averaging):
         with self._loading():
             for part, each in self._saved().items():
                 states, running = found[part], each.running
-                if part in states and save_load.is_of_these_shards(running, states[part]):
-                    steps = save_load.load(running, states[part], on_resize)
+                if part in states and saved_state.is_of_these_shards(running, states[part]):
+                    steps = saved_state.load(running, states[part], on_resize)
                 else:
                     others = list(states.values())
-                    steps = save_load.load_of_other_shards(running, others, on_resize)
+                    steps = saved_state.load_of_other_shards(running, others, on_resize)
                 for hook in each.hooks:
                     hook.count = steps
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from gradferry import _native, checkpoint
+from gradferry.averaging.saved_state import ON_RESIZE
 from gradferry.core.agreement import gather_records, on_all_ranks, rendezvous_place
 from gradferry.core.rendezvous import world_ranks
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError, StateError
-from gradferry.residuals.saved_state import ON_RESIZE
 
 FOLDER = "gradferry"
 _KEY = "hook"

@@ -14,8 +14,6 @@ from gradferry.errors import StateError
 # In elements: tiles begin at its multiples.
 _BLOCK = _native.RESIDUAL_ALIGNMENT
 
-_NO_TILES = "the saved state has residuals of tiles that have none in this model; it was damaged"
-
 Kind = Literal["worker", "owner"]  # of a residual
 KINDS: tuple[Kind, ...] = ("worker", "owner")  # in the order of `ParameterLayout.residuals`
 Slot = Mapping[str, torch.Tensor]  # see `saved_state.pack`
@@ -123,7 +121,9 @@ def resize(
     worker[no_owner] += moved
     neither = ids(t.id for t in tiles if not (t.worker_residual or t.owner_residual))
     if worker[places.blocks(neither)].any():
-        raise StateError(_NO_TILES)
+        raise StateError(
+            "the saved state has residuals of tiles that have none in this model; it was damaged"
+        )
     return collect(worker, tiles, "worker"), collect(owner, tiles, "owner")
 
 
@@ -178,16 +178,13 @@ def _mean_of_nodes(
         if not torch.equal(found, first):
             raise StateError(
                 "the saved state has worker residuals of other tiles on the node of ranks "
-                f"{_listed(ranks)} than on that of ranks {_listed(nodes[0])}, such as tile "
+                f"{', '.join(map(str, ranks))} than on that of ranks "
+                f"{', '.join(map(str, nodes[0]))}, such as tile "
                 f"{int((found ^ first).nonzero()[0])}; it was damaged"
             )
     assert first is not None
     places.expect_all(first, "worker", held)
     return (total / len(nodes)).float()
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 class _Places:

@@ -1,4 +1,4 @@
-"""The saved state of a hook, and its conversion to another world size.
+"""The saved state of what runs, and its conversion to another world size.
 
 Every rank saves a *slot* with its residuals. State that is equal on all ranks is stored beside the
 slots. So the states of all ranks can be merged, and torch.distributed.checkpoint, which stores only
@@ -10,19 +10,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from gradferry.errors import ConfigError, StateError
-from gradferry.residuals.tiles import (
+from gradferry.averaging.running import Running
+from gradferry.averaging.tiles import (
     KINDS,
-    Held,
-    Kind,
     Slot,
-    Tile,
     fold,
     held_tiles,
     ids,
@@ -30,6 +26,9 @@ from gradferry.residuals.tiles import (
     resize,
     zero_residual,
 )
+from gradferry.core.codec_spec import CodecSpec
+from gradferry.core.warn import warn
+from gradferry.errors import ConfigError, StateError
 
 FORMAT = 3
 LAYOUT = "layout"  # of every parameter, as JSON text
@@ -47,49 +46,161 @@ _PART = re.compile(r"shard_\d+_of_\d+(_at(_\d+)+)?|group_of_rank_\d+")
 SavedState = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Residuals:
-    """The residuals of one rank, one-dimensional fp32 tensors on the CPU. Both of no elements:
-    there are none.
-
-    Attributes:
-        steps: finished.
-        worker: worker residual.
-        owner: owner residual.
-        loss_scale: of the gradients they remained of; 0.0: zero residuals without units.
-    """
-
-    steps: int
-    worker: torch.Tensor
-    owner: torch.Tensor
-    loss_scale: float
-
-
-def pack(
-    identity: Mapping[str, Any], rank: int, mine: Residuals, tiles: Sequence[Tile]
-) -> SavedState:
-    """The state of one rank.
+def save(running: Running, passed_steps: int, kept: Mapping[str, Any] | None = None) -> SavedState:
+    """The state of this rank.
 
     Args:
-        identity: the fields that must be equal where the state is loaded, ``world_size`` and
-            ``nodes``.
-        rank: that saves.
-        mine: its residuals.
-        tiles: of its layout.
+        running: between steps.
+        passed_steps: steps that passed through, where there is no engine to count them.
+        kept: what this returned for the same engine, and nobody uses any more: its memory is used
+            again.
+
+    Raises:
+        StateError: the engine failed, or is in the middle of a step.
     """
-
-    def tiles_of(kind: Kind, residual: torch.Tensor) -> torch.Tensor:
-        return held_tiles(tiles, kind) if residual.numel() else ids(())
-
-    held = {"worker": mine.worker, "owner": mine.owner}
-    ids_of = {f"{kind}_tiles": tiles_of(kind, held[kind]) for kind in KINDS}
+    steps, worker, owner, scale = passed_steps, zero_residual(0), zero_residual(0), 0.0
+    name, config, tiles = f"slot_{running.rank}", running.config, running.tiles()
+    if running.engine is not None:
+        slot = (kept or {}).get(name, {})
+        before = slot.get("worker"), slot.get("owner")
+        steps, worker, owner, scale = running.engine.state(
+            kept_worker=before[0], kept_owner=before[1]
+        )
+        # The memory was used, so that there are as many elements, of the same tiles.
+        if kept is not None and worker is before[0] and owner is before[1]:
+            return {**kept, "steps": steps, "loss_scale": scale}
     return {
         "format": FORMAT,
-        **identity,
-        "steps": mine.steps,
-        "loss_scale": mine.loss_scale,
-        f"slot_{rank}": {**held, **ids_of},
+        **_identity(running),
+        "steps": steps,
+        "loss_scale": scale,
+        COMPRESSED_WARMUP: config.warmup_steps if config.holds_gradients(0) else 0,
+        name: {
+            "worker": worker,
+            "owner": owner,
+            "worker_tiles": held_tiles(tiles, "worker") if worker.numel() else ids(()),
+            "owner_tiles": held_tiles(tiles, "owner") if owner.numel() else ids(()),
+        },
     }
+
+
+def load(
+    running: Running,
+    saved: Mapping[str, Any],
+    on_resize: str,
+    *,
+    chosen: CodecSpec | None = None,
+) -> int:
+    """Restores what `save` returned, on this rank.
+
+    Args:
+        running: between steps.
+        saved: of this rank, or merged of all.
+        on_resize: see `HookState.load_state_dict`.
+        chosen: the codec that codec="auto" had chosen when the state was saved.
+
+    Returns:
+        The number of steps that were finished.
+
+    Raises:
+        ConfigError, StateError: see `HookState.load_state_dict`.
+    """
+    if running.engine is None:
+        _check_identity(saved, {"world_size": running.world_size}, on_resize)
+        if holds_residuals(saved):
+            warn("gradients pass through without gradferry: the saved residuals are not used")
+        return _steps_and_scale(saved)[0]
+    check(running, saved, on_resize)
+    return _go_on(running, saved, *_residuals(running, saved, on_resize, chosen))
+
+
+def load_of_other_shards(
+    running: Running, states: Sequence[Mapping[str, Any]], on_resize: str
+) -> int:
+    """Goes on at the step of a training whose model was divided among other ranks, without
+    residuals: those of a shard stay with it.
+
+    Args:
+        running: between steps.
+        states: of the shards of that training, as far as they are there.
+        on_resize: ``"drop"`` loses their residuals.
+
+    Returns:
+        The number of steps that were finished.
+
+    Raises:
+        ConfigError: unknown ``on_resize``.
+        StateError: another hook saved them, or they have residuals. Nothing was changed.
+    """
+    could_lose = any(any(each.residuals) for each in running.parameters)
+    for saved in states:
+        mine = _identity(running)
+        if _is_of_other_shards(saved.get(LAYOUT), mine[LAYOUT]):
+            mine[LAYOUT] = saved[LAYOUT]
+        check(running, saved, on_resize, mine)
+        is_known = len(_slots(saved)) == int(saved["world_size"]) or not could_lose
+        if on_resize != "drop" and (holds_residuals(saved) or not is_known):
+            raise StateError(
+                "the saved state is of other shards, and residuals stay with their shard: load it "
+                "with as many shards as saved it, or go on without residuals, with "
+                "on_resize='drop'"
+            )
+    return _go_on(running, states[0], zero_residual(0), zero_residual(0))
+
+
+def _go_on(
+    running: Running, saved: Mapping[str, Any], worker: torch.Tensor, owner: torch.Tensor
+) -> int:
+    steps, scale = _steps_and_scale(saved)
+    if running.engine is not None:
+        running.engine.load_state(
+            steps=steps, worker_residual=worker, owner_residual=owner, loss_scale=scale
+        )
+    return steps
+
+
+def is_of_these_shards(running: Running, saved: object) -> bool:
+    """False where a state is of the same model, divided among other ranks."""
+    kept = saved.get(LAYOUT) if isinstance(saved, Mapping) else None
+    return not _is_of_other_shards(kept, running.saved_layout)
+
+
+def _identity(running: Running) -> dict[str, Any]:
+    """The fields that must be equal where the state is loaded, or make loading a resize."""
+    return {
+        NODES: json.dumps(running.exchange.nodes.members),
+        "codec": running.codec_asked_for,
+        "world_size": running.world_size,
+        "error_feedback": running.config.error_feedback,
+        "momentum": running.config.momentum,
+        "seed": running.config.seed,
+        LAYOUT: running.saved_layout,
+    }
+
+
+def check(
+    running: Running,
+    saved: Mapping[str, Any],
+    on_resize: str,
+    identity: Mapping[str, Any] | None = None,
+) -> None:
+    """Checks that a state fits a running engine, or what has this identity.
+
+    Raises:
+        ConfigError: unknown ``on_resize``.
+        StateError: another hook saved it, or its residuals hold what this one's will not.
+    """
+    _check_identity(saved, identity or _identity(running), on_resize)
+    step, _ = _steps_and_scale(saved)
+    until = saved.get(COMPRESSED_WARMUP, 0)
+    if type(until) is not int or (step < until) != running.config.holds_gradients(step):
+        config = running.config
+        raise StateError(
+            f"the saved state is of step {step} of a training whose warm-up was compressed for "
+            f"{shown(until)} steps, this hook has warmup_steps={config.warmup_steps} and "
+            f"warmup={str(config.warmup)!r}: before the end of a compressed warm-up residuals do "
+            "not hold momentum; load it with the arguments it was saved with"
+        )
 
 
 def merge(states: Iterable[Mapping[str, Any]]) -> SavedState:
@@ -130,54 +241,58 @@ def merge(states: Iterable[Mapping[str, Any]]) -> SavedState:
     return merged
 
 
-def unpack(
-    saved: Mapping[str, Any],
-    identity: Mapping[str, Any],
-    rank: int,
-    tiles: Sequence[Tile],
-    held: Held,
-    factors: Sequence[float],
-    on_resize: str,
-) -> Residuals:
-    """The residuals with which `rank` continues.
-
-    Args:
-        saved: from `pack` or `merge`, after `check_identity`.
-        identity: of the hook that loads.
-        rank: of the hook that loads.
-        tiles: of its layout.
-        held: where it was saved.
-        factors: by parameter, its `momentum_share` divided by that of the hook that saved.
-        on_resize: as for `check_identity`.
+def _residuals(
+    running: Running, saved: Mapping[str, Any], on_resize: str, chosen: CodecSpec | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The worker and the owner residual with which this rank continues. Arguments as for `load`,
+    of a state that was checked.
 
     Raises:
         StateError: the state does not fit.
     """
-    steps, scale = steps_and_scale(saved)
-    slots = _slots(saved)
-    world_size, saved_size = identity["world_size"], saved["world_size"]
-    same_names = same(saved[LAYOUT], identity[LAYOUT])
-    is_same = same_names and saved_size == world_size and _members(saved) == _members(identity)
+    identity, rank, tiles = _identity(running), running.rank, running.tiles()
+    slots, saved_size = _slots(saved), saved["world_size"]
+    is_same = saved_size == running.world_size and _members(saved) == _members(identity)
+    is_same &= same(saved[LAYOUT], identity[LAYOUT])
     if is_same and (rank in slots or on_resize != "fold"):
         if rank not in slots:
             raise StateError(
                 f"the saved state has no slot_{rank}, only {_names(slots)}; every rank loads what "
                 "it saved itself, or the merged states of all ranks"
             )
-        if not _is_empty(slots[rank]):
-            _expect_tiles(slots[rank], rank, tiles)
-        worker, owner = slots[rank]["worker"], slots[rank]["owner"]
-    elif on_resize == "strict":
+        mine = slots[rank]
+        # A rank without residuals may have saved it, such as one without an engine.
+        if any(value.numel() for value in mine.values()):
+            for kind in KINDS:
+                if not torch.equal(mine[f"{kind}_tiles"], held_tiles(tiles, kind)):
+                    raise StateError(
+                        f"the saved state's slot_{rank} has the {kind} residuals of other tiles "
+                        "than this rank; it was damaged"
+                    )
+        return mine["worker"], mine["owner"]
+    if on_resize == "strict":
         raise StateError(
             f"the saved state has {_what_differs(saved, identity)}; load the merged states of all "
             "ranks with on_resize='mean', this rank's own with on_resize='fold', or begin without "
             "residuals with on_resize='drop'"
         )
-    elif on_resize == "drop":
-        worker, owner = zero_residual(0), zero_residual(0)
-    elif on_resize == "fold":
-        worker, owner = _folded(saved, slots, identity, tiles, held)
-        rescale(worker, owner, tiles, factors)
+    if on_resize == "drop":
+        return zero_residual(0), zero_residual(0)
+    held = running.residuals_in(saved_size, codec=chosen)
+    if on_resize == "fold":
+        if not (_is_flat(saved) and _is_flat(identity)):
+            raise StateError(
+                "on_resize='fold' is for the flat exchange: ranks of a node share residuals; "
+                "load the merged states of all ranks with on_resize='mean'"
+            )
+        if len(slots) != 1:
+            raise StateError(
+                "on_resize='fold' takes what this rank itself saved, and the state has "
+                f"{_names(slots)}; load that, or the merged states of all ranks with "
+                "on_resize='mean'"
+            )
+        (slot,) = slots.values()
+        worker, owner = fold(slot, (saved_size, running.world_size), tiles, held)
     else:
         missing = next((r for r in range(saved_size) if r not in slots), None)
         if missing is not None:
@@ -185,37 +300,20 @@ def unpack(
                 f"on_resize='mean' needs the slots of all {shown(saved_size)} ranks, and "
                 f"slot_{missing} is missing; merge the states of all ranks first"
             )
-        every = [slots[r] for r in range(saved_size)]
-        worker, owner = resize(every, _members(saved), tiles, held)
-        rescale(worker, owner, tiles, factors)
-        if not (worker.any() or owner.any()):
-            worker, owner = zero_residual(0), zero_residual(0)  # a world of one needs no memory
-    return Residuals(steps, worker, owner, scale)
-
-
-def _folded(
-    saved: Mapping[str, Any],
-    slots: Mapping[int, Slot],
-    identity: Mapping[str, Any],
-    tiles: Sequence[Tile],
-    held: Held,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `fold`."""
-    if not (_is_flat(saved) and _is_flat(identity)):
-        raise StateError(
-            "on_resize='fold' is for the flat exchange: ranks of a node share residuals; "
-            "load the merged states of all ranks with on_resize='mean'"
+        worker, owner = resize([slots[r] for r in range(saved_size)], _members(saved), tiles, held)
+    if not running.config.holds_gradients(saved["steps"]):
+        # From saved residuals to those that deliver the same momentum.
+        before = running.momentum_shares(exchanges=saved_size != 1, codec=chosen)
+        now = running.momentum_shares(exchanges=running.transport.exchanges)
+        rescale(
+            worker, owner, tiles, [ours / theirs for ours, theirs in zip(now, before, strict=True)]
         )
-    if len(slots) != 1:
-        raise StateError(
-            f"on_resize='fold' takes what this rank itself saved, and the state has "
-            f"{_names(slots)}; load that, or the merged states of all ranks with on_resize='mean'"
-        )
-    (slot,) = slots.values()
-    return fold(slot, (saved["world_size"], identity["world_size"]), tiles, held)
+    if on_resize == "mean" and not (worker.any() or owner.any()):
+        return zero_residual(0), zero_residual(0)  # a world of one needs no memory
+    return worker, owner
 
 
-def steps_and_scale(saved: Mapping[str, Any]) -> tuple[int, float]:
+def _steps_and_scale(saved: Mapping[str, Any]) -> tuple[int, float]:
     """Finished steps, and the loss scale of the residuals. Raises StateError."""
     steps, scale = saved["steps"], saved["loss_scale"]
     if type(steps) is not int or not 0 <= steps < 2**63:
@@ -225,7 +323,7 @@ def steps_and_scale(saved: Mapping[str, Any]) -> tuple[int, float]:
     return steps, scale
 
 
-def check_identity(
+def _check_identity(
     saved: Mapping[str, Any], identity: Mapping[str, Any], on_resize: str = "strict"
 ) -> None:
     """Checks that the state was saved by a hook like the one that loads it.
@@ -286,7 +384,7 @@ def holds_residuals(saved: Mapping[str, Any]) -> bool:
     return any(bool(slot[kind].any()) for slot in slots for kind in KINDS)
 
 
-def is_of_other_shards(saved: object, mine: str) -> bool:
+def _is_of_other_shards(saved: object, mine: str) -> bool:
     """Whether a layout is of the same model, divided among other ranks than this one."""
     try:
         theirs, ours = _parameters(saved), _parameters(mine)
@@ -294,16 +392,6 @@ def is_of_other_shards(saved: object, mine: str) -> bool:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return False
     return theirs != ours and known[0] == known[1]
-
-
-def holds_all_slots(saved: Mapping[str, Any]) -> bool:
-    """Whether it has what every rank saved."""
-    return len(_slots(saved)) == int(saved["world_size"])
-
-
-def _is_empty(slot: Slot) -> bool:
-    """Whether a rank without residuals saved it, such as one without an engine."""
-    return all(value.numel() == 0 for value in slot.values())
 
 
 def _check_layout(saved: object, mine: str, *, named: bool) -> None:
@@ -414,16 +502,6 @@ def _what_differs(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
         for state in (saved, identity)
     )
     return f"{theirs}, this hook has {ours}; attach with nodes= as it was saved"
-
-
-def _expect_tiles(slot: Slot, rank: int, tiles: Sequence[Tile]) -> None:
-    """Raises StateError unless the slot's residuals are of the tiles that this rank has."""
-    for kind in KINDS:
-        if not torch.equal(slot[f"{kind}_tiles"], held_tiles(tiles, kind)):
-            raise StateError(
-                f"the saved state's slot_{rank} has the {kind} residuals of other tiles than this "
-                "rank; it was damaged"
-            )
 
 
 def _names(slots: Iterable[int]) -> str:
