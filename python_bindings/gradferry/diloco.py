@@ -1,6 +1,6 @@
 """`DiLoCo`: ranks train alone, and now and then average their pseudo-gradients.
 
-`Place` says where a rank can be in this protocol, and how it gets from one to another.
+Where a rank can be in this protocol, and how it gets from one place to another, is in `_NEXT`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from enum import Enum
 from functools import partial
 from traceback import walk_stack
-from typing import Any, NamedTuple, NoReturn, TypedDict
+from typing import Any, NamedTuple, NoReturn, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from gradferry.averaging.global_parameters import (
     checked_optimizers,
     checked_period,
     described,
+    expect_saved,
     nesterov,
     refuse_average_of_every_step,
 )
@@ -36,8 +37,11 @@ from gradferry.averaging.start import usable_group
 from gradferry.averaging.step_numbers import Stats, call_after_steps
 from gradferry.core.agreement import (
     Record,
+    error_record,
     gather_records,
+    odd_one,
     on_all_ranks,
+    raise_first_error,
     raise_first_mismatch,
     record_hash,
     rendezvous_place,
@@ -47,33 +51,32 @@ from gradferry.core.device import CPU
 from gradferry.core.options import Options, complete, takes_options
 from gradferry.core.rendezvous import meet, patience, say_failed, world_ranks
 from gradferry.core.warn import warn_or_log
-from gradferry.errors import ConfigError, GradferryError, PeerError, ProtocolError, StateError
+from gradferry.errors import (
+    ConfigError,
+    DivergedError,
+    GradferryError,
+    PeerError,
+    ProtocolError,
+    StateError,
+)
 from gradferry.reducer import BUCKET_CAP_MB, Reducer
 
 __all__ = ["DiLoCo"]
 
 # What makes no sense of pseudo-gradients: the outer optimizer has the momentum, and they are in no
 # units of a loss scale.
-REFUSED = (
-    "momentum",
-    "warmup_steps",
-    "warmup",
-    "grad_scaler",
-    "nonfinite",
-    "check_every",
-)
+REFUSED = ("momentum", "warmup_steps", "warmup", "grad_scaler", "nonfinite", "check_every")
 OUTER_SHARE = 0.05  # of the time of training that an outer step may take unnoticed
 _FORMAT = 1
+_FROZEN = "frozen parameters (freeze the same on every rank)"
 _MOST_ALONE = 100  # steps of one of several optimizers, such as that of a critic
+Answer = TypeVar("Answer")
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _counted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have a DiLoCo
 
 
 class Place(Enum):
-    """Where a rank is. An outer step that goes well leads from TRAINING by AVERAGING and HOLDING
-    back to it. Whatever interrupts one there, on this rank or another, leads to BEHIND or AHEAD,
-    from which, as from APART and BROKEN, only `DiLoCo.rejoin` leads back.
-    """
+    """Where a rank is. From the places of `_NEEDS_REJOIN` only `DiLoCo.rejoin` leads back."""
 
     NEW = "it has nothing that others need"
     TRAINING = "all outer steps that have begun are over"
@@ -86,6 +89,21 @@ class Place(Enum):
     ENDED = "it counts no steps"
 
 
+_NEXT = {
+    (Place.TRAINING, "all agree"): Place.AVERAGING,
+    (Place.AVERAGING, "averaged"): Place.HOLDING,
+    (Place.HOLDING, "applied"): Place.TRAINING,
+    # What interrupts an outer step, on this rank or another:
+    (Place.TRAINING, "failed"): Place.BEHIND,
+    (Place.AVERAGING, "failed"): Place.BEHIND,
+    (Place.HOLDING, "failed"): Place.AHEAD,
+    # In rejoin(), or where finish() has lost the others with nothing left:
+    (Place.TRAINING, "left"): Place.APART,
+    (Place.AHEAD, "applied"): Place.APART,
+    **{(place, "applied in part"): Place.BROKEN for place in Place},
+    **{(place, "joined"): Place.TRAINING for place in Place},
+    **{(place, "ended"): Place.ENDED for place in Place},
+}
 _NEEDS_REJOIN = (Place.BEHIND, Place.AHEAD, Place.APART, Place.BROKEN)
 
 
@@ -95,12 +113,6 @@ class ReducerOfChanges(Reducer):
     # A rank whose chunks are all on their way waits for the slowest rank, with an idle link. Large
     # chunks make that wait longer. Over fast links small ones only cost processors' time.
     _CHUNK_BYTES = CHUNK_BYTES // 4
-    _kept: dict[str, Any] | None = None  # for its memory: new pages take longer than a copy
-
-    def before_average(self) -> dict[str, Any]:
-        """The state, which `give_back` takes."""
-        kept, self._kept = self._kept, None
-        return self._saved(kept)
 
     def fade(self, before: Mapping[str, Any], decay: float) -> None:
         """Multiplies the worker residual of this rank, which has this state, by `decay`; with 0 the
@@ -112,12 +124,6 @@ class ReducerOfChanges(Reducer):
             kinds = ("worker",) if decay else ("worker", "owner")
             faded = {key: residuals[key] * decay for key in kinds if key in residuals}
             self.load_state_dict({**before, slot: {**residuals, **faded}})
-
-    def give_back(self, before: dict[str, Any] | None) -> None:
-        """Takes what `before_average` returned, and nobody has or will use: the next call
-        overwrites it.
-        """
-        self._kept = before
 
 
 class _OuterReducer(ReducerOfChanges):
@@ -200,7 +206,7 @@ class DiLoCo:
       optimizer; or an optimizer that was not given has stepped. No rank has changed anything.
     - PeerError, ProtocolError: a rank was lost. The ranks that are left have changed nothing, or
       have all that they need to end the step: see `rejoin`.
-    - RankMismatchError: ranks are at different outer steps.
+    - RankMismatchError: ranks are at different outer steps, or have frozen other parameters.
     - DivergedError: the global parameters differ.
     """
 
@@ -230,9 +236,11 @@ class DiLoCo:
         self._drawn = self._last = ""
         self._absent: Sequence[str] = ()  # parameters without a pseudo-gradient in this outer step
         # The state of the Reducer before an outer step that is not over, and, of a step whose
-        # average is here, after it.
+        # average is here, after it; and one that nobody needs, for its memory: new pages take
+        # longer than a copy.
         self._before: dict[str, Any] | None = None
         self._after: dict[str, Any] | None = None
+        self._room: dict[str, Any] | None = None
         self._outer_ms = self._period_ms = 0.0
         self._last_end = time.monotonic()
         problem: Exception | None = None
@@ -307,15 +315,13 @@ class DiLoCo:
         try:
             group = self._group()
             # An error of a rank is raised on all of them here, before anything was sent.
-            if not self._global.agree(lambda: self._measured(finishes), self._all_take_it, group):
+            if not self._tell_shards(lambda: self._all_take_it(finishes, group)):
                 return False
-            self._place = Place.AVERAGING
-            self._before = self._reducer.before_average()
-            problem = self._average(self._before)
-            # A rank that hears from all others knows that each of them holds the average: all can
-            # end this step, whatever happens now. A rank that does not hear asks in rejoin().
-            self._global.agree(dict, lambda _: None, group, problem)
-            self._apply(Place.TRAINING)
+            self._go("all agree")
+            room, self._room = self._room, None
+            self._before = self._reducer._saved(room)
+            self._tell_shards(lambda: self._average(group))
+            self._apply()
         except BaseException as error:
             self._fail(error)
             raise
@@ -330,6 +336,29 @@ class DiLoCo:
         except StateError as error:  # it was destroyed
             raise PeerError(str(error)) from error
 
+    def _go(self, event: str) -> None:
+        self._place = _NEXT[self._place, event]
+
+    def _tell_shards(self, act: Callable[[], Answer]) -> Answer:
+        """Does what the ranks with one shard do together. Under FSDP2 each shard has such a group:
+        ranks of one model tell each other what was raised there, so that none of them goes on with
+        its shard. Collective.
+        """
+        problem: GradferryError | None = None
+        try:
+            answer = act()
+        except GradferryError as error:
+            problem = error
+        for beside, device in self._global.shard_groups():
+            try:
+                record = {} if problem is None else error_record(problem)
+                raise_first_error(gather_records(record, beside, device), beside)
+            except GradferryError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+        return answer
+
     def _measured(self, finishes: bool) -> Record:
         self._global.measure()
         loaded = self._global.loaded
@@ -337,48 +366,56 @@ class DiLoCo:
             "outer_steps": self._outer_steps,
             "outer optimizer": described(self._global.outer),
             "global parameters": record_hash(self._global.hashes()),
-            "frozen": self._global.frozen(),
+            _FROZEN: self._global.frozen(),
+            "moved": self._global.moved(),
             "loaded": loaded and loaded.record(),
             "drawn": uuid.uuid4().hex,
             "has more": not finishes or bool(self._global.since or loaded or self._global.apart()),
         }
 
-    def _all_take_it(self, records: list[Record]) -> bool:
-        """Compares what ranks have `_measured`."""
-        group = self._group()
-        fields = ("outer_steps", "outer optimizer")
+    def _all_take_it(self, finishes: bool, group: dist.ProcessGroup) -> bool:
+        """Compares what ranks have measured."""
+        device = self._global.device
+        records = on_all_ranks(lambda: self._measured(finishes), group, device)
+        fields = ("outer_steps", "outer optimizer", _FROZEN)
         raise_first_mismatch([{key: r.get(key) for key in fields} for r in records], group)
         if len({record["global parameters"] for record in records}) > 1:
-            own = {"hashes": self._global.hashes()}
-            each = gather_records(own, group, self._global.device)
-            self._global.expect_equal([r["hashes"] for r in each], group, self._outer_steps)
+            each = gather_records({"hashes": self._global.hashes()}, group, device)
+            self._expect_equal([r["hashes"] for r in each], group, self._outer_steps)
         _expect_loaded_alike([record["loaded"] for record in records], group)
-        self._absent = _absent_on_all([record["frozen"] for record in records], group)
+        moved = {name for record in records for name in record["moved"]}
+        self._absent = [name for name in records[0][_FROZEN] if name not in moved]
         self._drawn = str(record_hash([record["drawn"] for record in records]))
         return any(record["has more"] for record in records)
 
-    def _average(self, before: dict[str, Any]) -> GradferryError | None:
-        """Averages the pseudo-gradients, or returns why that failed."""
+    def _average(self, group: dist.ProcessGroup) -> None:
+        """Averages the pseudo-gradients, and hears that all ranks have the average."""
+        assert self._before is not None
         try:
-            self._reducer.fade(before, 0.0 if self._global.loaded else self._decay)
+            self._reducer.fade(self._before, 0.0 if self._global.loaded else self._decay)
             self._reducer.all_reduce(self._global.changes)
             settle(self._reducer)
-        except StateError as error:  # without an engine the error of a backend has no kind
-            return PeerError(str(error))
         except GradferryError as error:
-            return error
-        self._place = Place.HOLDING
-        return None
+            say_failed(group)  # else who has the average would wait for this rank
+            if isinstance(error, StateError):  # without an engine that of a backend has no kind
+                raise PeerError(str(error)) from error
+            raise
+        self._go("averaged")
+        # A rank that hears from all others knows that each of them holds the average: all can
+        # end this step, whatever happens now. A rank that does not hear asks in rejoin().
+        on_all_ranks(dict, group, self._global.device)
 
-    def _apply(self, then: Place) -> None:
+    def _apply(self) -> None:
         """Ends the outer step with the average."""
         try:
             self._global.apply(self._absent)
-            self._outer_steps, self._last, self._place = self._outer_steps + 1, self._drawn, then
-            before, self._before = self._before, None
-            self._reducer.give_back(before)
+            self._outer_steps, self._last = self._outer_steps + 1, self._drawn
+            self._room, self._before = self._before, None
+            self._go("applied")
         except BaseException as error:
-            self._place, self._last = Place.BROKEN, "applied in part"
+            self._go("applied in part")
+            self._last = "applied in part"
+            self._before = self._after or withheld_by(self._reducer)
             self._why = f"the outer optimizer failed: {type(error).__name__}: {error}"
             if isinstance(error, Exception):
                 self._raise_apart(StateError, error)
@@ -393,16 +430,15 @@ class DiLoCo:
             return  # all ranks raise it, before anything was sent
         group = self._members()
         if not is_loss and group is not None:
-            self._global.tell_failed(group)
+            for each in (group, *(beside for beside, _ in self._global.shard_groups())):
+                say_failed(each)
         if self._place is Place.BROKEN:
-            self._before = withheld_by(self._reducer)
             return
-        place = Place.BEHIND
         if self._place is Place.HOLDING:
-            place, self._after = Place.AHEAD, withheld_by(self._reducer)
-        elif self._place is Place.TRAINING and not self._global.since:
-            place = Place.APART  # in finish(), where nothing is left
-        self._leave(place, str(error) if is_loss else f"{type(error).__name__}: {error}")
+            self._after = withheld_by(self._reducer)
+        is_over = self._place is Place.TRAINING and not self._global.since
+        why = str(error) if is_loss else f"{type(error).__name__}: {error}"
+        self._leave("left" if is_over else "failed", why)
         engine = self._reducer._running.engine
         if engine is not None:
             with suppress(GradferryError):
@@ -410,9 +446,10 @@ class DiLoCo:
         if isinstance(error, GradferryError):
             self._raise_apart(type(error), error)
 
-    def _leave(self, place: Place, why: str) -> None:
+    def _leave(self, event: str, why: str) -> None:
         self._before = self._before or withheld_by(self._reducer)
-        self._place, self._why = place, why
+        self._go(event)
+        self._why = why
 
     def _expect_together(self, kind: type[GradferryError]) -> None:
         if self._place in _NEEDS_REJOIN:
@@ -454,7 +491,7 @@ class DiLoCo:
         self._expect_local("rejoin others")
         members = usable_group(group)
         if self._place not in _NEEDS_REJOIN:
-            self._leave(Place.APART, "rejoin() has failed")
+            self._leave("left", "rejoin() has failed")
         elif members is self._members():
             raise StateError(
                 "a collective of the failed outer step may still be under way in this process "
@@ -474,7 +511,8 @@ class DiLoCo:
             if not isinstance(error, GradferryError):
                 say_failed(members)
             raise
-        self._place, self._before = Place.TRAINING, None
+        self._go("joined")
+        self._before = self._after = self._room = None
         # A collective of a failed average may still write to the old ones.
         self._global.make_changes()
         if is_due:
@@ -495,24 +533,15 @@ class DiLoCo:
         records = on_all_ranks(propose, members, device)
         received = [record.pop("past", ()) for record in records]
         raise_first_mismatch(records, members)
-        pasts = [_Past(*each) for each in received]
+        pasts, me = [_Past(*each) for each in received], members.rank()
         source = min(range(len(pasts)), key=lambda rank: (*_rank_of(pasts[rank], pasts), rank))
-        theirs, me = pasts[source], members.rank()
-        # A rank of the very step that the source has applied.
-        holds = [past.holds == theirs.last != "" for past in pasts]
-        applies = [h and p.place == Place.AHEAD.name for h, p in zip(holds, pasts, strict=True)]
-        takes = [
-            (p.step, p.hashes) != (theirs.step, theirs.hashes) and not applied
-            for p, applied in zip(pasts, applies, strict=True)
-        ]
-        is_same = [p.step == theirs.step and p.place != Place.NEW.name for p in pasts]
-        hashes = [
-            p.hashes if same else theirs.hashes for p, same in zip(pasts, is_same, strict=True)
-        ]
-        self._global.expect_equal(hashes, members, theirs.outer_steps)
-        if any(applies):
-            on_all_ranks(lambda: self._apply(Place.APART) if applies[me] else None, members, device)
-        if applies[me]:
+        theirs, mine = pasts[source], pasts[me]
+        hashes = [p.hashes if p.is_at(theirs) else theirs.hashes for p in pasts]
+        self._expect_equal(hashes, members, theirs.outer_steps)
+        holds, applies = mine.holds == theirs.last != "", mine.applies(theirs)
+        if any(p.applies(theirs) for p in pasts):
+            on_all_ranks(lambda: self._apply() if applies else None, members, device)
+        if applies:
             self._before = self._after
         named = list(zip(self._global.names, self._global.tensors, strict=True))
         self._reducer = _OuterReducer(
@@ -520,19 +549,20 @@ class DiLoCo:
         )
         self._members = weakref.ref(members)  # a gloo group must not outlive its destruction
         frozen = len({past.frozen for past in pasts}) > 1
-        self._global.hand_on(source, members, anybody=any(takes), me=takes[me], frozen=frozen)
-        was_new = self._place is Place.NEW
-        if takes[me]:
+        anybody, takes = any(p.takes(theirs) for p in pasts), mine.takes(theirs)
+        self._global.hand_on(source, members, anybody=anybody, me=takes, frozen=frozen)
+        is_new = self._place is Place.NEW
+        if takes:
             self._global.go_on_from_here()
-            if not was_new and not holds[me]:
+            if not is_new and not holds:
                 warn_or_log(
                     f"this rank has taken {self._outer_steps} outer steps, and others "
                     f"{theirs.outer_steps} without it: what it has learnt alone since then, and "
                     "its residuals, are dropped"
                 )
-        if takes[me] or was_new:
+        if takes or is_new:
             self._outer_steps, self._last = theirs.step
-            if not holds[me]:
+            if not holds:
                 self._steps, self._global.since = theirs.inner_steps, theirs.since
                 self._before = None
         on_all_ranks(
@@ -540,6 +570,24 @@ class DiLoCo:
         )
         failed = (Place.BEHIND.name, Place.AHEAD.name)
         return any(p.place in failed and p.step == theirs.step for p in pasts)
+
+    def _expect_equal(
+        self, hashes: Sequence[Sequence[int]], group: dist.ProcessGroup, step: int
+    ) -> None:
+        """Compares the hashes of global parameters of all ranks of a group. Raises DivergedError,
+        naming the first parameter and rank that differ from most others.
+        """
+        if (found := odd_one(hashes)) is None:
+            return
+        odd, usual = found
+        names = self._global.names
+        rows = zip(names, hashes[usual], hashes[odd], strict=False)
+        name = next((name for name, one, other in rows if one != other), names[0])
+        ranks = world_ranks(group)
+        raise DivergedError(
+            f"the global parameter {name!r} of rank {ranks[odd]} differs from that of rank "
+            f"{ranks[usual]} at outer step {step}; load the same checkpoint on every rank"
+        )
 
     def _past(self) -> _Past:
         holds = self._place in (Place.AHEAD, Place.BROKEN)
@@ -578,7 +626,7 @@ class DiLoCo:
         """Ends without an outer step: steps of the optimizer are no longer counted, and it may get
         another DiLoCo. Not collective.
         """
-        self._place = Place.ENDED
+        self._go("ended")
         for handle in self._handles:
             handle.remove()
         for optimizer in self._optimizers:
@@ -645,14 +693,13 @@ class DiLoCo:
         """
         self._expect_local("load a state")
         self._expect_together(StateError)
-        if not isinstance(state_dict, Mapping) or state_dict.get("format") != _FORMAT:
-            raise StateError(
-                f"the saved state is none of DiLoCo in format {_FORMAT}; load what "
-                "diloco.state_dict() returned"
-            )
+        expect_saved(
+            isinstance(state_dict, Mapping) and state_dict.get("format") == _FORMAT,
+            f"is none of DiLoCo in format {_FORMAT}",
+        )
         counts = {key: state_dict.get(key) for key in ("inner_steps", "outer_steps", "since")}
-        if any(type(count) is not int or count < 0 for count in counts.values()):
-            raise StateError(f"the saved state counts {counts}; it was damaged")
+        are_counts = all(type(count) is int and count >= 0 for count in counts.values())
+        expect_saved(are_counts, f"counts {counts}")
         residuals = state_dict.get("reducer", {})
         self._global.load(state_dict, lambda: self._reducer.load_state_dict(residuals, on_resize))
         self._steps, self._outer_steps = state_dict["inner_steps"], state_dict["outer_steps"]
@@ -679,17 +726,17 @@ class DiLoCo:
 
     def __str__(self) -> str:
         elements = sum(each.numel() for each in self._global.tensors)
-        lines = [
-            f"gradferry DiLoCo: {elements:,} elements, an outer step every {self._sync_every} "
-            f"inner steps, outer optimizer {type(self.outer).__name__} on {self._global.device}",
-            f"  {self._steps} inner steps, {self._outer_steps} outer steps",
-        ]
+        last = ""
         if self._outer_ms:
-            lines.append(
+            last = (
                 f"  the last outer step took {self._outer_ms:.0f} ms, after "
-                f"{self._period_ms:.0f} ms of training{self._advice()}"
+                f"{self._period_ms:.0f} ms of training{self._advice()}\n"
             )
-        return "\n".join([*lines, str(self._reducer)])
+        return (
+            f"gradferry DiLoCo: {elements:,} elements, an outer step every {self._sync_every} "
+            f"inner steps, outer optimizer {type(self.outer).__name__} on {self._global.device}\n"
+            f"  {self._steps} inner steps, {self._outer_steps} outer steps\n{last}{self._reducer}"
+        )
 
 
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
@@ -728,6 +775,19 @@ class _Past(NamedTuple):
     def step(self) -> tuple[int, str]:
         return self.outer_steps, self.last
 
+    def is_at(self, theirs: _Past) -> bool:
+        """Whether it must have the global parameters of another rank."""
+        return self.step == theirs.step and self.place != Place.NEW.name
+
+    def applies(self, theirs: _Past) -> bool:
+        """Whether it has the average of the very step that another rank has applied."""
+        return self.place == Place.AHEAD.name and self.holds == theirs.last != ""
+
+    def takes(self, theirs: _Past) -> bool:
+        """Whether it lacks what another rank has."""
+        same = (self.step, self.hashes) == (theirs.step, theirs.hashes)
+        return not same and not self.applies(theirs)
+
 
 def _rank_of(past: _Past, pasts: Sequence[_Past]) -> tuple[int, ...]:
     """The least is what the others follow: most outer steps, and of these the most together."""
@@ -747,20 +807,6 @@ def _expect_loaded_alike(loaded: Sequence[Any], group: dist.ProcessGroup) -> Non
             "parameters on every rank before its next step, or call diloco.accept_local() after a "
             "change that belongs to this rank's training, such as clipped weights"
         )
-
-
-def _absent_on_all(frozen: Sequence[Any], group: dist.ProcessGroup) -> list[str]:
-    """Parameters that all ranks have frozen and none has moved. Raises StateError where ranks
-    have frozen others.
-    """
-    for rank, each in zip(world_ranks(group), frozen, strict=True):
-        differs = sorted(frozen[0].keys() ^ each.keys())
-        if differs:
-            raise StateError(
-                f"rank {rank}: {differs[0]!r} is {'' if differs[0] in each else 'not '}frozen, and "
-                f"on rank {world_ranks(group)[0]} it is otherwise; freeze the same on every rank"
-            )
-    return [name for name in frozen[0] if not any(each[name] for each in frozen)]
 
 
 def hiding_period(outer_s: float, inner_s: float) -> int:

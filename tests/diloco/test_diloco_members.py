@@ -67,14 +67,14 @@ class Confirming:
         return (on_all_ranks if self.calls == 1 else self.then)(*arguments)
 
     def __enter__(self) -> None:
-        self.patch = mock.patch.object(global_parameters, "on_all_ranks", self)
+        self.patch = mock.patch.object(diloco, "on_all_ranks", self)
         self.patch.start()
 
     def __exit__(self, *_: object) -> None:
         self.patch.stop()
 
 
-on_all_ranks = global_parameters.on_all_ranks
+on_all_ranks = diloco.on_all_ranks
 
 
 def hear_nothing(*arguments: Any) -> NoReturn:

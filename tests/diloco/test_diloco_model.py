@@ -17,7 +17,7 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.averaging import global_parameters
+from gradferry import diloco as outer_steps
 from on_ranks import on_ranks
 from outcomes import attempt
 from torch import nn
@@ -182,8 +182,8 @@ def interrupting(diloco: Any, number: int, error: type[BaseException]) -> Iterat
 
     with contextlib.ExitStack() as stack:
         for owner, name in (
-            (global_parameters, "on_all_ranks"),  # twice
-            (diloco._reducer, "before_average"),
+            (outer_steps, "on_all_ranks"),  # twice
+            (diloco._reducer, "_saved"),
             (diloco._reducer, "all_reduce"),
             (diloco._global, "apply"),
         ):

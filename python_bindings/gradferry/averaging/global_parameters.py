@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 import numbers
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,30 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from gradferry import _native
-from gradferry.core.agreement import (
-    Record,
-    error_record,
-    gather_records,
-    odd_one,
-    on_all_ranks,
-    raise_first_error,
-    record_hash,
-    rendezvous_place,
-)
+from gradferry.core.agreement import Record, record_hash, rendezvous_place
 from gradferry.core.device import CPU
 from gradferry.core.rendezvous import is_known, say_failed, wait_or_hear, world_ranks
 from gradferry.core.values import as_whole
-from gradferry.errors import (
-    ConfigError,
-    DivergedError,
-    GradferryError,
-    PeerError,
-    ProtocolError,
-    StateError,
-)
+from gradferry.errors import ConfigError, PeerError, ProtocolError, StateError
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-Answer = TypeVar("Answer")
 
 _SAMPLE = 64  # elements of each parameter that are looked at before and after every inner step
 _MOST_NUMBERS = 1 << 10  # in an option of an optimizer that is a tensor
@@ -98,7 +82,7 @@ class GlobalParameters:
         device: str | torch.device,
         make_outer: MakeOptimizer,
     ) -> None:
-        self._model, self._optimizers = model, list(optimizers)
+        self._model, self._optimizers = model, optimizers
         self._parameters = _trained_by(optimizers, model)
         self._frozen = {n: p for n, p in model.named_parameters() if n not in self._parameters}
         self.names = list(self._parameters)
@@ -112,8 +96,7 @@ class GlobalParameters:
         self.loaded: Loaded | None = None
         self._began: Loaded | None = None  # what it was for `measure`
         # Within `shown`: where the model was, and what was loaded then.
-        self._local_before: list[torch.Tensor] | None = None
-        self._loaded_before: Loaded | None = None
+        self._shown: tuple[list[torch.Tensor], Loaded | None] | None = None
         self.mark(are_global=True)
 
     def make_changes(self) -> None:
@@ -128,50 +111,7 @@ class GlobalParameters:
             self.changes.append(flat[: each.numel()].view(each.shape))
             flats[each.dtype] = flat[each.numel() :]
 
-    def agree(
-        self,
-        act: Callable[[], Record],
-        check: Callable[[list[Record]], Answer],
-        group: dist.ProcessGroup,
-        problem: GradferryError | None = None,
-    ) -> Answer:
-        """Has `check` look at what `act` returned on every rank of the group. Collective.
-
-        Under FSDP2 each shard has such a group: ranks of one model tell each other what was raised
-        there, so that none of them goes on with its shard.
-
-        Args:
-            act, check: what they raise is raised on all ranks.
-            group: of the ranks that average.
-            problem: what this rank is to raise; the others need not wait for it.
-
-        Returns:
-            What `check` returned.
-        """
-        try:
-            if problem is not None:
-                say_failed(group)  # else who has no problem would wait for this rank
-            else:
-                answer = check(on_all_ranks(act, group, self.device))
-        except GradferryError as error:
-            problem = error
-        for beside, device in self._shard_groups():
-            try:
-                record = {} if problem is None else error_record(problem)
-                records = gather_records(record, beside, device)
-                raise_first_error(records, beside)
-            except GradferryError as error:
-                problem = problem or error
-        if problem is not None:
-            raise problem
-        return answer
-
-    def tell_failed(self, group: dist.ProcessGroup) -> None:
-        """Whoever waits for this rank in `agree` waits no longer."""
-        for each in [group, *(beside for beside, _ in self._shard_groups())]:
-            say_failed(each)
-
-    def _shard_groups(self) -> list[tuple[dist.ProcessGroup, torch.device]]:
+    def shard_groups(self) -> list[tuple[dist.ProcessGroup, torch.device]]:
         """The groups over which FSDP2 spreads the model, and the device of what this rank has."""
         found: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
         for parameter in self._parameters.values():
@@ -219,14 +159,11 @@ class GlobalParameters:
     def _copies(self) -> list[torch.Tensor]:
         """Where the model is, as the global parameters would hold it."""
         kept = torch.contiguous_format  # fused optimizers take memory as it comes, whatever strides
+        local = self._local()
+        dtypes = [torch.promote_types(now.dtype, torch.float32) for now in local]
         return [
-            now.to(
-                self.device,
-                torch.promote_types(now.dtype, torch.float32),
-                copy=True,
-                memory_format=kept,
-            )
-            for now in self._local()
+            now.to(self.device, dtype, copy=True, memory_format=kept)
+            for now, dtype in zip(local, dtypes, strict=True)
         ]
 
     # --- what happens between two steps ---
@@ -275,15 +212,14 @@ class GlobalParameters:
                 "counts the steps of other optimizers; give all that train the model, in a list"
             )
 
-    def frozen(self) -> dict[str, bool]:
-        """Parameters that were frozen since the beginning, and whether `measure` has seen them
-        move.
-        """
-        return {
-            name: bool(change.any())
-            for name, change in zip(self.names, self.changes, strict=True)
-            if not self._parameters[name].requires_grad
-        }
+    def frozen(self) -> list[str]:
+        """Parameters that were frozen since the beginning."""
+        return [n for n, p in self._parameters.items() if not p.requires_grad]
+
+    def moved(self) -> list[str]:
+        """Parameters of these that `measure` has seen move: before they were frozen."""
+        changes = dict(zip(self.names, self.changes, strict=True))
+        return [name for name in self.frozen() if changes[name].any()]
 
     def mark(self, *, are_global: bool = False) -> None:
         """What the parameters are now was done by an optimizer, or is known.
@@ -308,8 +244,8 @@ class GlobalParameters:
 
     def _loaded_now(self) -> Loaded | None:
         """`loaded` as `look` would set it, which notes nothing: a change may yet be taken back."""
-        if self.is_shown:
-            return self._loaded_before
+        if self._shown:
+            return self._shown[1]
         if not (names := self._changed()):
             return self.loaded
         return Loaded(names[0], self.since, self._copies()) if self.apart() else None
@@ -350,7 +286,7 @@ class GlobalParameters:
 
     def _local_hashes(self) -> list[int]:
         """A hash of the bits of each parameter of the model; within `shown`, of before."""
-        return _native.parameter_hashes(self._local_before or self._local())
+        return _native.parameter_hashes(self._shown[0] if self._shown else self._local())
 
     def _places_now(self) -> list[tuple[int, int]]:
         own = map(_own_part, self._parameters.values())
@@ -367,23 +303,21 @@ class GlobalParameters:
         """Which tensors in the state of optimizers are the model's parameters, such as master
         weights, each with the global parameter: by key, if all are, and not all of them are zero.
         """
-        found: dict[tuple[int, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        are_others, certain = set(), set()
+        found = defaultdict(list)
         for parameter, local, start in zip(
             self._parameters.values(), self._local(), self.tensors, strict=True
         ):
             for number, optimizer in enumerate(self._optimizers):
                 for key, value in optimizer.state.get(parameter, {}).items():
-                    name = number, key
-                    if not isinstance(value, torch.Tensor) or name in are_others:
-                        continue
-                    copy = _own_part(value)
-                    if not _are_equal(copy, local):
-                        are_others.add(name)
-                    elif copy.numel() > 1 and copy.any():
-                        certain.add(name)
-                    found.setdefault(name, []).append((copy, start))
-        return [pair for name in certain - are_others for pair in found[name]]
+                    if isinstance(value, torch.Tensor):
+                        found[number, key].append((_own_part(value), local, start))
+        return [
+            (copy, start)
+            for kept in found.values()
+            if all(_are_equal(copy, local) for copy, local, _ in kept)
+            and any(copy.numel() > 1 and copy.any() for copy, _, _ in kept)
+            for copy, _, start in kept
+        ]
 
     # --- an outer step ---
 
@@ -445,46 +379,24 @@ class GlobalParameters:
 
     @property
     def is_shown(self) -> bool:
-        return self._local_before is not None
+        return self._shown is not None
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """See `DiLoCo.global_parameters`."""
         self.expect_same_model()
-        kept, outermost = [now.clone() for now in self._local()], not self.is_shown
-        if outermost:
-            self._loaded_before = self._loaded_now()
-            self._local_before = kept
+        kept, before = [now.clone() for now in self._local()], self._shown
+        self._shown = before or (kept, self._loaded_now())
         self._move(self.tensors)
         try:
             yield
         finally:
             self._move(kept)
-            if outermost:
-                self._local_before = None
+            self._shown = before
 
     def hashes(self) -> list[int]:
         """A hash of the bits of each global parameter."""
         return _native.parameter_hashes([each.detach() for each in self.tensors])
-
-    def expect_equal(
-        self, hashes: Sequence[Sequence[int]], group: dist.ProcessGroup, step: int
-    ) -> None:
-        """Compares the hashes of all ranks of a group.
-
-        Raises:
-            DivergedError: naming the first parameter and rank that differ from most others.
-        """
-        if (found := odd_one(hashes)) is None:
-            return
-        odd, usual = found
-        rows = zip(self.names, hashes[usual], hashes[odd], strict=False)
-        name = next((name for name, one, other in rows if one != other), self.names[0])
-        ranks = world_ranks(group)
-        raise DivergedError(
-            f"the global parameter {name!r} of rank {ranks[odd]} differs from that of rank "
-            f"{ranks[usual]} at outer step {step}; load the same checkpoint on every rank"
-        )
 
     # --- handed on ---
 
@@ -573,39 +485,34 @@ class GlobalParameters:
         Raises:
             StateError: it is of another model, or damaged; or what `also` raises.
         """
+        values: Any
+        local: Any
+        loaded: Any
         values, local, loaded = (saved.get(key) for key in ("global", "local", "loaded"))
-        if not isinstance(values, Mapping) or list(values) != self.names:
-            raise StateError(
-                "the saved state has global parameters of another model; load it with the model it "
-                "was saved with"
-            )
+        expect_saved(
+            isinstance(values, Mapping) and list(values) == self.names,
+            f"has no global parameters {', '.join(self.names[:4])}",
+        )
         are_hashes = isinstance(local, list) and [*map(type, local)] == [int] * len(values)
         is_whole = loaded is None or (isinstance(loaded, list) and len(loaded) == len(values))
-        if not are_hashes or not is_whole:
-            raise StateError("the saved state does not say where the model was; it was damaged")
+        expect_saved(are_hashes and is_whole, "does not say where the model was")
         named = list(zip(self.names, self.tensors, strict=True))
-        for value, (name, start) in zip(
-            [*values.values(), *(loaded or ())], 2 * named, strict=False
-        ):
-            if not _is_alike(start, value) or not value.isfinite().all():
-                raise StateError(
-                    f"the saved global parameter {name!r} is no finite tensor of shape "
-                    f"{tuple(start.shape)} and {start.dtype}, as this model needs; it was damaged, "
-                    "or is of another model"
-                )
-        before = _copied(self.outer.state_dict())
+        tensors = [*values.values(), *(loaded or ())]
+        for value, (name, start) in zip(tensors, 2 * named, strict=False):
+            expect_saved(
+                _is_alike(start, value) and bool(value.isfinite().all()),
+                f"has no finite tensor of shape {tuple(start.shape)} and {start.dtype} as the "
+                f"global parameter {name!r}",
+            )
+        before, kind = _copied(self.outer.state_dict()), type(self.outer).__name__
         try:
             try:
-                if saved["outer_type"] != type(self.outer).__name__:
-                    raise ValueError(f"{saved['outer_type']}")
+                expect_saved(saved.get("outer_type") == kind, f"is not of an outer {kind}")
                 # An optimizer goes on in the tensors that it loads, where they fit as they are.
                 self.outer.load_state_dict(_copied(saved["outer"]))
                 _expect_fitting(self.outer.state.items())
             except (LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-                raise StateError(
-                    f"the saved outer optimizer is another one than this: {error}; give outer= as "
-                    "it was"
-                ) from error
+                expect_saved(False, f"is of another outer optimizer than outer= makes: {error}")
             also()
         except BaseException:
             self.outer.load_state_dict(before)
@@ -617,8 +524,17 @@ class GlobalParameters:
         self._hashes = [*map(int, local or ())]  # of the model, before it is loaded or after
 
 
+def expect_saved(is_good: bool, otherwise: str) -> None:
+    """Raises StateError where a saved state is not as it must be."""
+    if not is_good:
+        raise StateError(
+            f"the saved state {otherwise}; it was damaged, or saved with another model or other "
+            "arguments: load what diloco.state_dict() returned where these are the same"
+        )
+
+
 def _copied(state: Any) -> Any:
-    """The state of an optimizer with contiguous copies of its tensors, on the same devices."""
+    """A state with contiguous copies of its tensors, on the same devices."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -766,11 +682,7 @@ def unpack(packed: bytes, optimizer: torch.optim.Optimizer) -> dict[int, dict[st
 
 
 def checked_optimizers(given: object) -> list[torch.optim.Optimizer]:
-    """One optimizer, or a list of them.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """One optimizer, or a list of them. Raises ConfigError where it is neither."""
     optimizers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
@@ -859,19 +771,17 @@ def _place(device: str | torch.device, local: Sequence[torch.Tensor]) -> torch.d
 
 
 def _outer_optimizer(make: MakeOptimizer, tensors: list[nn.Parameter]) -> torch.optim.Optimizer:
-    if not callable(make):
-        raise ConfigError(
-            f"outer={make!r} must be a function of parameters that returns an optimizer, such as "
-            "lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)"
-        )
     try:
         made = make(tensors)
     except Exception as error:
-        raise ConfigError(f"outer= raised {type(error).__name__}: {error}") from error
-    if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
-            f"outer returned {type(made).__name__}, which is no torch.optim.Optimizer"
+            f"outer={make!r} raised {type(error).__name__}: {error}; give a function of parameters "
+            "such as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)"
+        ) from error
+    is_optimizer = isinstance(made, torch.optim.Optimizer)
+    if not is_optimizer or _held_by(made) != {id(each) for each in tensors}:
+        raise ConfigError(
+            f"outer= returned {type(made).__name__}, which is no torch.optim.Optimizer of all "
+            "parameters that it is given"
         )
-    if _held_by(made) != {id(each) for each in tensors}:
-        raise ConfigError("outer must return an optimizer of all parameters that it is given")
     return made

@@ -134,6 +134,7 @@ class FragmentAverages:
         # What this replica has withheld, where `reducer` has not that: before an average that is
         # not applied yet, or by the Reducer of an earlier quorum.
         self._withheld: dict[str, Any] | None = None
+        self._room: dict[str, Any] | None = None  # a state that nobody needs, for its memory
         self._work: Work | None = None
         self._perform_sync = fragment.perform_sync
         fragment._average_grads, fragment.perform_sync = self._begin, self._end
@@ -159,9 +160,7 @@ class FragmentAverages:
             committed = bool(self._perform_sync())
         finally:
             if committed:
-                if self.reducer is not None:
-                    self.reducer.give_back(self._withheld)
-                self._withheld = None
+                self._room, self._withheld = self._withheld, None
             else:
                 self._let_go()
         return committed
@@ -179,7 +178,8 @@ class FragmentAverages:
     def _post(self) -> None:
         changes: dict[str, Any] = dict(self._fragment._grads)
         reducer = self._reducer_of_quorum(changes)
-        self._withheld = reducer.before_average()
+        room, self._room = self._room, None
+        self._withheld = reducer._saved(room)
         reducer.fade(self._withheld, self._decay)
         # Spares add zeros, and torchft divides the sum by the number of participants.
         takes_part = self._manager.is_participating()
@@ -210,7 +210,7 @@ class FragmentAverages:
         """Ends the Reducer. What it withholds stays, or what was withheld before its average."""
         if self.reducer is not None and self._withheld is None:
             self._withheld = withheld_by(self.reducer)
-        self.reducer = None
+        self.reducer = self._room = None
 
     def _forget(self) -> None:
-        self.reducer = self._withheld = None
+        self.reducer = self._withheld = self._room = None
