@@ -21,3 +21,10 @@ def world_of_2() -> Iterator[World]:
     world = World(2)
     yield world
     world.stop()
+
+
+@pytest.fixture(scope="module")
+def world_of_4() -> Iterator[World]:
+    world = World(4)
+    yield world
+    world.stop()

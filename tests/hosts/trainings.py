@@ -57,7 +57,7 @@ def launched() -> Iterator[None]:
         yield
     finally:
         for name in (*names, "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            del os.environ[name]
+            os.environ.pop(name, None)
 
 
 def make_model() -> nn.Module:
