@@ -92,7 +92,7 @@ def group_without_cpu() -> Iterator[None]:
 
     known = dict(fake_device.backends)
 
-    def group(kind: str) -> dist.ProcessGroup:
+    def group(kind: str, ranks: None = None) -> dist.ProcessGroup:
         return dist.new_group(backend=f"fake:fake_{kind}")
 
     with mock.patch.object(fake_device, "group", group):

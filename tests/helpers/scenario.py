@@ -99,9 +99,7 @@ class Scenario:
     passes: int = 1  # backward passes per step, all but the last under no_sync()
     ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
     unused: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # by rank
-    steps_by_rank: tuple[int, ...] | None = None  # uneven inputs under join()
     poison: dict[tuple[int, int, str], float] = dataclasses.field(default_factory=dict)
-    empty: tuple[tuple[int, int], ...] = ()  # (step, rank) whose gradients are all +0 or -0
     group_ranks: tuple[int, ...] | None = None  # DDP over these ranks of the world only
     nodes: tuple[tuple[int, ...], ...] | None = None  # ranks by node; None: each is alone
     # Where the model is: "streamed" and "staged" mean the fake device of tests/engine/streams.
@@ -117,8 +115,6 @@ class Scenario:
         values = rng.standard_normal(weight.num_elements)
         values *= np.exp2(rng.integers(-12, 3, weight.num_elements))
         values[rng.random(weight.num_elements) < 0.02] = 0
-        if (step, rank) in self.empty:
-            values *= 0
         values = values if weight.real_dtype == "float64" else values.astype(np.float32)
         poison = self.poison.get((step, rank, weight.name))
         if poison is not None:
@@ -132,8 +128,6 @@ class Scenario:
         for turn in range(1, self.passes):
             more = self.gradient(step, turn, rank, index)
             total = narrow(widen(total, dtype) + widen(more, dtype), dtype)
-        if self.steps_by_rank and step >= self.steps_by_rank[rank]:
-            return np.zeros_like(total)
         return total
 
     def targets(
@@ -145,9 +139,6 @@ class Scenario:
             for index, weight in enumerate(self.weights)
             if weight.name not in left_out
         }
-
-    def rank_steps(self, rank: int) -> int:
-        return self.steps_by_rank[rank] if self.steps_by_rank else self.steps
 
 
 class ChosenGradients(nn.Module):
@@ -317,11 +308,6 @@ def train(scenario: Scenario) -> dict[str, Any] | None:
     return train_at_once(scenario)
 
 
-def train_all(scenarios: Sequence[Scenario]) -> list[dict[str, Any] | None]:
-    """Runs on a rank: one training after the other."""
-    return [train(scenario) for scenario in scenarios]
-
-
 def train_at_once(*scenarios: Scenario) -> dict[str, Any] | None:
     """Does what `train` does, for the one scenario, if any, that this rank is in."""
     mine = None
@@ -335,9 +321,7 @@ def train_at_once(*scenarios: Scenario) -> dict[str, Any] | None:
 def trained(run: Run) -> dict[str, Any]:
     """All steps of a run that has taken none."""
     scenario = run.scenario
-    join = run.ddp.join() if scenario.steps_by_rank else contextlib.nullcontext()
-    with join:
-        gradients = [run.step(step) for step in range(scenario.rank_steps(run.rank))]
+    gradients = [run.step(step) for step in range(scenario.steps)]
     return {
         **run.answer(gradients),
         "buckets": run.buckets,
@@ -366,7 +350,7 @@ def expected_gradients(scenario: Scenario) -> list[list[list[np.ndarray]]]:
     ranks, count = range(scenario.world_size), len(scenario.weights)
     return [
         engine.step([[scenario.accumulated(s, r, i) for i in range(count)] for r in ranks])
-        for s in range(max(map(scenario.rank_steps, ranks)))
+        for s in range(scenario.steps)
     ]
 
 
@@ -395,20 +379,12 @@ def assert_bit_equal(answers: list[dict[str, Any] | None], scenario: Scenario) -
     assert len(answers) == scenario.world_size
     expected = expected_gradients(scenario)
     for rank, answer in enumerate(answers):
-        assert len(answer["gradients"]) == scenario.rank_steps(rank)
+        assert len(answer["gradients"]) == scenario.steps
         for step, gradients in enumerate(answer["gradients"]):
             for index, got in enumerate(gradients):
                 where = f"rank {rank}, step {step}, {scenario.weights[index].name}"
                 _assert_same_bits(got, expected[step][rank][index], where, scenario, index)
     assert_same_parameters(answers)
-
-
-def assert_all_bit_equal(
-    answers: list[list[dict[str, Any] | None]], scenarios: Sequence[Scenario]
-) -> None:
-    """`answers`: by rank, of every scenario."""
-    for scenario, own in zip(scenarios, zip(*answers, strict=True), strict=True):
-        assert_bit_equal(list(own), scenario)
 
 
 def _assert_same_bits(
@@ -430,8 +406,7 @@ def _assert_same_bits(
 
 
 def assert_same_parameters(answers: list[dict[str, Any]]) -> None:
-    """Bit-identical on all ranks after every step that all of them took, and at the end."""
-    shared = min(len(answer["hashes"]) for answer in answers)
-    for step in range(shared):
+    """Bit-identical on all ranks after every step, and at the end."""
+    for step in range(len(answers[0]["hashes"])):
         assert len({answer["hashes"][step] for answer in answers}) == 1, f"step {step}"
     assert len({answer["final_hash"] for answer in answers}) == 1

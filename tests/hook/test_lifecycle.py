@@ -1,6 +1,6 @@
 """Attaching again and again, several at once, and in groups that overlap; threads, forked children
-and memory; and what a process may have set: another default dtype or device, inference mode, and
-TORCH_DISTRIBUTED_DEBUG=DETAIL, in which torch wraps every process group.
+and memory; and what a process may have set: inference mode, and TORCH_DISTRIBUTED_DEBUG=DETAIL, in
+which torch wraps every process group.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ from scenario import (
     Run,
     Scenario,
     Weight,
-    assert_all_bit_equal,
     assert_bit_equal,
     group_of,
     hooked,
-    reference_of,
-    train_all,
+    train,
 )
 from stepping import slot, warned
 from torch import nn
@@ -215,6 +213,9 @@ def test_copied_model_says_that_it_has_no_hook_and_takes_a_new_one(native: bool)
         assert "attach again" in text
         assert copied._comm_hooks == []
         assert again._get_ddp_logging_data().get("comm_hook", "") == ""
+        with copied.join():
+            copied(run.targets(0)).backward()
+        assert copied.join_hook().ddp is copied
         state = hooked(copied)
         copied(run.targets(0)).backward()
         assert state.stats()["buckets"] > 0
@@ -244,40 +245,27 @@ def test_attach_in_a_new_default_group_after_destroy() -> None:
         world.stop()
 
 
-def case_two_wrappers(scenario: Scenario) -> list[list[np.ndarray]]:
-    """Steps in turn through one and the other."""
-    run = Run(scenario)
+@HOOKS
+@on_ranks()
+def test_two_wrappers_of_one_module_keep_apart(native: bool) -> None:
+    """Each hook has residuals and a count of its own, as those of two models."""
+    scenario = dataclasses.replace(SCENARIO, native=native)
+    run, *models = (Run(scenario) for _ in range(3))
     second = DistributedDataParallel(run.model, **scenario.ddp)
     wrappers = [(run.ddp, run.state), (second, scenarios.attach(second, scenario))]
-    gradients = []
-    for step in range(scenario.steps):
+    for step in range(6):
         run.ddp, run.state = wrappers[step % 2]
-        gradients.append(run.step(step))
-    assert [state.stats()["steps"] for _, state in wrappers] == [scenario.steps / 2] * 2
-    return gradients
-
-
-@HOOKS
-def test_two_wrappers_of_one_module_keep_apart(world_of_2: World, native: bool) -> None:
-    """Each hook has residuals and a count of its own."""
-    scenario = dataclasses.replace(SCENARIO, steps=6, native=native)
-    answers = world_of_2.run(case_two_wrappers, scenario=scenario)
-    engines = [reference_of(scenario), reference_of(scenario)]
-    for step in range(scenario.steps):
-        count = range(len(WEIGHTS))
-        given = [[scenario.accumulated(step, rank, i) for i in count] for rank in range(2)]
-        expected = engines[step % 2].step(given)[0]
-        for gradients in answers:
-            assert [g.tobytes() for g in gradients[step]] == [e.tobytes() for e in expected], step
+        pairs = zip(run.step(step), models[step % 2].step(step), strict=True)
+        assert all(one.tobytes() == other.tobytes() for one, other in pairs), step
+    assert [state.stats()["steps"] for _, state in wrappers] == [3, 3]
 
 
 groups: list[dist.ProcessGroup] = []  # are kept: the others would see that one is gone
 
 
 @pytest.mark.parametrize("call", [0, 1])
-@pytest.mark.parametrize("reducer", [False, True])
 @on_ranks()
-def test_an_interrupt_at_attach_is_told_to_the_others(reducer: bool, call: int) -> None:
+def test_an_interrupt_at_attach_is_told_to_the_others(call: int) -> None:
     """Rank 1 is interrupted at one of its records. Others would wait for ten minutes otherwise."""
     groups.append(group := dist.new_group(timeout=timedelta(minutes=10)))
     calls = itertools.count()
@@ -289,18 +277,13 @@ def test_an_interrupt_at_attach_is_told_to_the_others(reducer: bool, call: int) 
         return gather(*arguments)
 
     ddp = DistributedDataParallel(nn.Linear(50, 50), process_group=group)
-    raised: list[BaseException] = []
     with mock.patch.object(agreement, "_gather_records", interrupt):
-        try:
-            if reducer:
-                gradferry.Reducer({"gradient": torch.ones(50, 50)}, "q4", group)
-            else:
-                gradferry.attach(ddp, "q4")
-        except (gradferry.PeerError, KeyboardInterrupt) as error:
-            raised.append(error)
-    interrupted = isinstance(raised[0], KeyboardInterrupt)
-    assert interrupted == (dist.get_rank() == 1)
-    assert interrupted or "rank 1" in str(raised[0])
+        if dist.get_rank() == 1:
+            with pytest.raises(KeyboardInterrupt):
+                hooked(ddp)
+        else:
+            with pytest.raises(gradferry.PeerError, match="rank 1"):
+                hooked(ddp)
 
 
 # --- threads and children -------------------------------------------------------------------------
@@ -409,24 +392,7 @@ def test_backward_in_a_forked_child_raises_and_the_parent_goes_on(native: bool) 
 # --- what a process may have set ------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def default_of_bf16() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-MODES = {
-    "inference": torch.inference_mode,
-    "bfloat16": default_of_bf16,
-    "meta": lambda: torch.device("meta"),
-}
-
-
-def trained_in(mode: Callable[[], Any]) -> list[bytes]:
+def trained(mode: Callable[[], Any]) -> list[bytes]:
     """Attaches, saves, loads and scales in a mode, and trains between. Also loads a state of three
     ranks, the last of which withheld nothing.
     """
@@ -455,10 +421,10 @@ def trained_in(mode: Callable[[], Any]) -> list[bytes]:
     return [each.tobytes() for step in gradients for each in step]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @on_ranks()
-def test_what_a_process_has_set_changes_no_bit(mode: str) -> None:
-    assert trained_in(MODES[mode]) == trained_in(contextlib.nullcontext)
+def test_inference_mode_changes_no_bit() -> None:
+    """Nor do default dtypes and devices: test_misuse.py."""
+    assert trained(torch.inference_mode) == trained(contextlib.nullcontext)
 
 
 @pytest.fixture(scope="module")
@@ -486,18 +452,20 @@ def case_enter_detail_mode() -> None:
 
 
 @pytest.mark.torch_core
-def test_gradients_equal_reference_in_detail_mode(detail_world: World) -> None:
-    scenarios = [
-        Scenario(WEIGHTS, error_feedback="both", native=native, unused=unused, ddp=ddp)
-        for native in (True, False)
-        for unused, ddp in (
-            ({}, {"bucket_cap_mb": 0.02}),
-            ({}, {"static_graph": True}),
-            ({0: ("bias",)}, {"find_unused_parameters": True, "bucket_cap_mb": 0.02}),
-        )
-    ]
-    answers = detail_world.run(train_all, scenarios=scenarios)
-    assert_all_bit_equal(answers, scenarios)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ddp": {"bucket_cap_mb": 0.02}},
+        {"ddp": {"static_graph": True}},
+        {"unused": {0: ("bias",)}, "ddp": {"find_unused_parameters": True, "bucket_cap_mb": 0.02}},
+    ],
+)
+@HOOKS
+def test_gradients_equal_reference_in_detail_mode(
+    detail_world: World, native: bool, changes: dict[str, Any]
+) -> None:
+    scenario = Scenario(WEIGHTS, error_feedback="both", native=native, **changes)
+    assert_bit_equal(detail_world.run(train, scenario=scenario), scenario)
 
 
 def case_lanes_and_errors() -> None:

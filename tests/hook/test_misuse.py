@@ -26,7 +26,10 @@ from outcomes import Outcome, attempt
 from scenario import ChosenGradients, Run, Scenario, Weight, hooked
 from torch import nn
 from torch._C._distributed_c10d import Backend
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_wrapper,
+)
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -147,17 +150,21 @@ def test_every_way_in_shows_the_same_options(way_in: Any, defaults: dict[str, An
 
 # --- use ------------------------------------------------------------------------------------------
 
-# What the error must be, and what it must name, by what is done.
-MISUSES: dict[Callable[[], Any], tuple[str, ...]] = {}
-Misuse = Callable[[], Any]
+
+TABLE = functools.partial(nn.Embedding, 40, 40, sparse=True)
+COMPRESSED = fp16_compress_wrapper(gradferry.hook)
+BUILT_IN, HALF = dist.BuiltinCommHookType.ALLREDUCE, _MixedPrecision(torch.bfloat16)
 
 
-def misuse(error: str, *parts: str) -> Callable[[Misuse], Misuse]:
-    def note(done: Misuse) -> Misuse:
-        MISUSES[done] = (error, *parts)
-        return done
+def changed(*changes: Callable[[DistributedDataParallel], Any]) -> None:
+    """A model to which all of this is done, one after the other."""
+    ddp = plain_ddp()
+    for change in changes:
+        change(ddp)
 
-    return note
+
+def wrapped_again(ddp: DistributedDataParallel) -> DistributedDataParallel:
+    return DistributedDataParallel(ddp.module)
 
 
 def registered(state: Any, ddp: DistributedDataParallel, hook: Any = gradferry.hook) -> None:
@@ -166,48 +173,12 @@ def registered(state: Any, ddp: DistributedDataParallel, hook: Any = gradferry.h
     ddp({w.name: torch.ones(w.shape) for w in SCENARIO.weights}).backward()
 
 
-@misuse("ConfigError", "hook")
-def attach_twice() -> None:
-    ddp = plain_ddp()
-    hooked(ddp)
-    hooked(ddp)
-
-
-@misuse("ConfigError", "hook")
-def attach_after_python_hook() -> None:
-    ddp = plain_ddp()
-    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    hooked(ddp)
-
-
-@misuse("ConfigError", "hook")
-def attach_after_builtin_hook() -> None:
-    ddp = plain_ddp()
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    hooked(ddp)
-
-
-@misuse("ConfigError", "mixed_precision")
-def attach_to_mixed_precision() -> None:
-    ddp = plain_ddp()
-    # The argument would do this, but DDP itself takes it on accelerators only.
-    ddp.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)
-    hooked(ddp)
-
-
-@misuse("ConfigError", "optimizer", "backward")
 def attach_with_optimizer_in_backward() -> None:
     model = ChosenGradients(SCENARIO)
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     hooked(DistributedDataParallel(model))
 
 
-@misuse("ConfigError", "DistributedDataParallel", "ChosenGradients")
-def attach_to_a_module() -> None:
-    hooked(ChosenGradients(SCENARIO))
-
-
-@misuse("ConfigError", "delay_all_reduce_named_params")
 def attach_to_delayed_all_reduce() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     delayed = list(model.named_parameters())
@@ -216,24 +187,8 @@ def attach_to_delayed_all_reduce() -> None:
     hooked(DistributedDataParallel(model, param_to_hook_all_reduce=model[0].weight, **options))
 
 
-@misuse("RankMismatchError", "rank 1 differs from rank 0 in bucket_cap_mb: 25.0 instead of 1.0")
-def attach_with_other_buckets() -> None:
-    hooked(plain_ddp(bucket_cap_mb=1 if dist.get_rank() == 0 else 25))
-
-
-@misuse("ConfigError", "make every parameter take part")
-def attach_momentum_to_what_is_unused() -> None:
-    hooked(plain_ddp(find_unused_parameters=True), momentum=0.9)
-
-
-@misuse("ConfigError", "sparse gradients, which '0' has")
-def attach_momentum_to_sparse_gradients() -> None:
-    table = nn.Sequential(nn.Embedding(40, 40, sparse=True))
-    hooked(DistributedDataParallel(table), momentum=0.9)
-
-
-def sparse_later(native: bool) -> None:
-    table = nn.Embedding(40, 40, sparse=True)
+def sparse_later(*, native: bool) -> None:
+    table = TABLE()
     ddp = DistributedDataParallel(table)
     table.sparse = False
     hooked(ddp, native=native, momentum=0.9)
@@ -241,39 +196,6 @@ def sparse_later(native: bool) -> None:
     ddp(torch.tensor([1, 2])).sum().backward()
 
 
-@misuse("StateError", "a sparse gradient came")
-def deliver_momentum_of_a_sparse_gradient() -> None:
-    sparse_later(native=True)
-
-
-@misuse("StateError", "a sparse gradient came")
-def deliver_momentum_of_a_sparse_gradient_from_python() -> None:
-    sparse_later(native=False)
-
-
-@misuse("StateError", "bound")
-def bind_a_bound_state() -> None:
-    gradferry.HookState("q4", plain_ddp()).bind(plain_ddp())
-
-
-@misuse("StateError", "to another Distr", "HookState(codec, ddp)")
-def register_for_another_model() -> None:
-    registered(gradferry.HookState("q4", plain_ddp()), plain_ddp())
-
-
-@misuse("StateError", "to another Distr")
-def register_for_the_same_model_wrapped_again() -> None:
-    first = plain_ddp()
-    registered(gradferry.HookState("q4", first), DistributedDataParallel(first.module))
-
-
-@misuse("StateError", "to another Distr")
-def register_the_state_of_a_native_hook() -> None:
-    first = plain_ddp()
-    registered(hooked(first), DistributedDataParallel(first.module))
-
-
-@misuse("StateError", "to another Distr", "a HookState of its own")
 def register_for_two_models() -> None:
     first = plain_ddp()
     state = gradferry.HookState("q4", first)
@@ -281,61 +203,13 @@ def register_for_two_models() -> None:
     registered(state, plain_ddp())
 
 
-@misuse("StateError", "of Half on cpu", "do not wrap the hook in a compress wrapper")
-def register_in_a_compress_wrapper() -> None:
+def join_over_the_effective_world_size(*, native: bool) -> None:
     ddp = plain_ddp()
-    wrapped = default_hooks.fp16_compress_wrapper(gradferry.hook)
-    registered(gradferry.HookState("q4", ddp), ddp, wrapped)
-
-
-@misuse("StateError", "build a new DistributedDataParallel")
-def change_the_group() -> None:
-    ddp = plain_ddp()
-    hooked(ddp)
-    ddp._update_process_group(dist.group.WORLD)
-
-
-@misuse("StateError", "bind", "GradferryCallback")
-def backward_unbound() -> None:
-    registered(gradferry.HookState("q4"), plain_ddp())
-
-
-@misuse("ConfigError", "is None", "gradferry.HookState('q4', ddp)")
-def backward_without_state() -> None:
-    registered(None, plain_ddp())
-
-
-@misuse("ConfigError", "on_step(3): pass a function")
-def pass_no_function() -> None:
-    hooked(plain_ddp()).on_step(3)
-
-
-@misuse("ConfigError", "divide_by_initial_world_size")
-def join_over_the_effective_world_size() -> None:
-    ddp = plain_ddp()
-    hooked(ddp)
+    hooked(ddp, native=native)
     with ddp.join(divide_by_initial_world_size=False):
         raise AssertionError("join() was entered")
 
 
-@misuse("ConfigError", "divide_by_initial_world_size")
-def join_over_the_effective_world_size_from_python() -> None:
-    ddp = plain_ddp()
-    hooked(ddp, native=False)
-    with ddp.join(divide_by_initial_world_size=False):
-        raise AssertionError("join() was entered")
-
-
-@misuse("ConfigError", "factor=nan must be a number that is finite")
-def scale_residuals_by_nan() -> None:
-    state = hooked(plain_ddp())
-    for factor in (math.inf, -math.inf, 1e39):
-        refused = attempt(functools.partial(state.scale_residuals, factor))
-        assert refused.error == "ConfigError", factor
-    state.scale_residuals(math.nan)
-
-
-@misuse("StateError", "the GradScaler's scale is inf")
 def scale_a_loss_by_infinity() -> None:
     scaler = torch.amp.GradScaler("cpu")
     ddp = DistributedDataParallel(nn.Linear(40, 40))
@@ -344,11 +218,98 @@ def scale_a_loss_by_infinity() -> None:
     ddp(torch.ones(2, 40)).sum().backward()
 
 
+def state_of(ddp: DistributedDataParallel) -> gradferry.HookState:
+    return gradferry.HookState("q4", ddp)
+
+
+ANOTHER = "to another Distr"
+JOINS = "divide_by_initial_world_size"
+LATER = "a sparse gradient came"
+# By the class of the error and what is done: it, and what the error must name.
+MISUSES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "ConfigError": {
+        "attach twice": (lambda: changed(hooked, hooked), "hook"),
+        "attach after a Python hook": (
+            lambda: changed(lambda ddp: ddp.register_comm_hook(None, allreduce_hook), hooked),
+            "hook",
+        ),
+        "attach after a built-in hook": (
+            lambda: changed(lambda ddp: ddp._register_builtin_comm_hook(BUILT_IN), hooked), "hook",
+        ),
+        # The argument would do this, but DDP itself takes it on accelerators only.
+        "mixed precision": (
+            lambda: changed(lambda ddp: setattr(ddp, "mixed_precision", HALF), hooked),
+            "mixed_precision",
+        ),
+        "optimizer in backward": (attach_with_optimizer_in_backward, "optimizer", "backward"),
+        "delayed all-reduce": (attach_to_delayed_all_reduce, "delay_all_reduce_named_params"),
+        "a module": (lambda: hooked(nn.Linear(4, 4)), "DistributedDataParallel", "not Linear"),
+        "momentum of what is unused": (
+            lambda: hooked(plain_ddp(find_unused_parameters=True), momentum=0.9),
+            "make every parameter take part",
+        ),
+        "momentum of sparse gradients": (
+            lambda: hooked(DistributedDataParallel(nn.Sequential(TABLE())), momentum=0.9),
+            "sparse gradients, which '0' has",
+        ),
+        "backward without a state": (
+            lambda: registered(None, plain_ddp()), "is None", "gradferry.HookState('q4', ddp)",
+        ),
+        "no function": (lambda: hooked(plain_ddp()).on_step(3), "on_step(3): pass a function"),
+        "join": (lambda: join_over_the_effective_world_size(native=True), JOINS),
+        "join, python": (lambda: join_over_the_effective_world_size(native=False), JOINS),
+        **{
+            f"scale residuals by {factor}": (
+                lambda factor=factor: hooked(plain_ddp()).scale_residuals(factor),
+                f"factor={factor} must be a number that is finite",
+            )
+            for factor in (math.nan, math.inf, -math.inf, 1e39)
+        },
+    },
+    "StateError": {
+        "sparse later": (lambda: sparse_later(native=True), LATER),
+        "sparse later, python": (lambda: sparse_later(native=False), LATER),
+        "bind a bound state": (lambda: state_of(plain_ddp()).bind(plain_ddp()), "bound"),
+        "register for another model": (
+            lambda: registered(state_of(plain_ddp()), plain_ddp()),
+            ANOTHER, "HookState(codec, ddp)",
+        ),
+        "register for the same model wrapped again": (
+            lambda: changed(lambda ddp: registered(state_of(ddp), wrapped_again(ddp))), ANOTHER,
+        ),
+        "register the state of a native hook": (
+            lambda: changed(lambda ddp: registered(hooked(ddp), wrapped_again(ddp))), ANOTHER,
+        ),
+        "register for two models": (register_for_two_models, ANOTHER, "a HookState of its own"),
+        "register in a compress wrapper": (
+            lambda: changed(lambda ddp: registered(state_of(ddp), ddp, COMPRESSED)),
+            "of Half on cpu", "do not wrap the hook in a compress wrapper",
+        ),
+        "change the group": (
+            lambda: changed(hooked, lambda ddp: ddp._update_process_group(dist.group.WORLD)),
+            "build a new DistributedDataParallel",
+        ),
+        "backward, unbound": (
+            lambda: registered(gradferry.HookState("q4"), plain_ddp()), "bind", "GradferryCallback",
+        ),
+        "scale a loss by infinity": (scale_a_loss_by_infinity, "the GradScaler's scale is inf"),
+    },
+    "RankMismatchError": {
+        "other buckets": (
+            lambda: hooked(plain_ddp(bucket_cap_mb=1 if dist.get_rank() == 0 else 25)),
+            "rank 1 differs from rank 0 in bucket_cap_mb: 25.0 instead of 1.0",
+        ),
+    },
+}  # fmt: skip
+
+
 @pytest.mark.torch_core
-@pytest.mark.parametrize("done", MISUSES)
+@pytest.mark.parametrize(
+    ("error", "name"), [(error, name) for error, rows in MISUSES.items() for name in rows]
+)
 @on_ranks()
-def test_wrong_use_raises_a_typed_error_with_advice(done: Misuse) -> None:
-    error, *parts = MISUSES[done]
+def test_wrong_use_raises_a_typed_error_with_advice(error: str, name: str) -> None:
+    done, *parts = MISUSES[error][name]
     outcome = attempt(done)
     assert outcome.error == error, outcome
     for part in parts:
@@ -362,24 +323,17 @@ def test_unbound_state_has_no_numbers() -> None:
             call()
 
 
-def case_use_after_destroy(native: bool) -> Outcome:
-    run = Run(Scenario(SCENARIO.weights, native=native))
-    run.step(0)
-    dist.destroy_process_group()
-    return attempt(lambda: run.step(1))
-
-
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_backward_after_destroy_process_group_raises_state_error(native: bool) -> None:
-    world = World(2)  # its group ends with this case
-    try:
-        outcomes = world.run(case_use_after_destroy, native=native)
-    finally:
-        world.stop()
-    for outcome in outcomes:
-        assert outcome.error == "StateError", outcomes
-        assert "process group" in outcome.text
-        assert "destroyed" in outcome.text
+@on_ranks()
+def test_backward_after_its_group_was_destroyed_raises_state_error(native: bool) -> None:
+    group = dist.new_group()
+    run = Run(Scenario(SCENARIO.weights, native=native), group)
+    run.step(0)
+    dist.destroy_process_group(group)
+    outcome = attempt(lambda: run.step(1))
+    assert outcome.error == "StateError", outcome
+    assert "process group" in outcome.text
+    assert "destroyed" in outcome.text
 
 
 def test_world_too_large_for_offsets_of_32_bits_is_told_the_largest_that_would_do() -> None:

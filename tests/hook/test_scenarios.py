@@ -280,13 +280,13 @@ class Drawn(Scenario):
         if self.values == "not finite" and is_real and poisoned:
             value = np.float32([[np.nan, np.inf, -np.inf][index % 3]])
             flat[count // 2] = narrow(value, dtype)[0]
-        if self.values == "huge" and weight.dtype == torch.float32:
+        if self.values == "huge" and is_real and dtype != "float64":
             # Sums and residuals overflow, where two bits return the opposite of a large number.
             # Odd steps leave room for what residuals bring.
             power = rng.integers(0, 2, count) + 2 * rank + 4 * (step % 2)
             signs = rng.choice(np.float32([-1, 1]), count)
-            flat = (signs * rng.uniform(0.9, 1, count) * np.exp2(-power)).astype(np.float32)
-            flat *= np.finfo(np.float32).max
+            wide = (signs * rng.uniform(0.9, 1, count) * np.exp2(-power)).astype(np.float32)
+            flat = narrow(wide * np.float32(torch.finfo(weight.dtype).max), dtype)
         if self.scales:
             with np.errstate(over="ignore"):
                 flat = narrow(widen(flat, dtype) * np.float32(self.scales[step]), dtype)

@@ -9,17 +9,13 @@ from typing import Any
 from unittest import mock
 
 import gradferry
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from auto_trials import FOUND, TRIAL, residuals_by_element
+from auto_trials import FOUND, TRIAL
 from gradferry import diagnosis
 from gradferry.averaging import start
-from gradferry.core.codec_spec import parse_codec
 from gradferry.core.nodes import Nodes
 from gradferry.ddp import auto
-from gradferry.ddp.state import bound_to
 from gradferry.ddp.trial import Clock
 from outcomes import Outcome, attempt
 from priced_device import LAYERS, NUM_ELEMENTS, WIDTH, Prices, group_without_cpu, priced, wrapped
@@ -222,27 +218,3 @@ def test_auto_takes_the_faster_exchange(
     other = named.replace(exchange, {"flat": "two-level", "two-level": "flat"}[exchange])
     assert choice["measured_ms"][named] < choice["measured_ms"][other]
     assert seconds[-1] == pytest.approx(1e-3 * choice["measured_ms"][named], rel=0.01)
-
-
-def case_switched(prices: Prices) -> list[np.ndarray]:
-    """Owner residuals by tile, of the tiles that this rank owns, before and after a change."""
-    with group_without_cpu(), priced(prices):
-        ddp, x = wrapped(LAYER_S, "streamed")
-        bound = bound_to(gradferry.attach(ddp, "auto"))
-        with torch.no_grad():  # so that ranks have different gradients
-            for weight in ddp.parameters():
-                weight.mul_(dist.get_rank() + 0.3)
-        seen = []
-        for number, codec in enumerate(("q4", "rht")):
-            bound.running.switch(bound.hook, parse_codec(codec), number)
-            if number == 0:
-                ddp(x).backward()
-                seen.append(residuals_by_element(bound.running.engine, "owner"))
-        return [*seen, residuals_by_element(bound.running.engine, "owner")]
-
-
-def test_what_owners_withheld_moves_without_a_backend_for_the_cpu(worlds: Worlds) -> None:
-    answers = worlds(2).run(case_switched, prices=Prices())
-    before, after = (sum(answer[i] for answer in answers) for i in (0, 1))
-    assert before.any()
-    assert np.array_equal(before, after)

@@ -17,7 +17,6 @@ from outcomes import Outcome, attempt
 from scenario import hooked
 from stepping import logged, texts
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
@@ -53,8 +52,11 @@ class Training:
             optimizer.step()
             self.steps += 1
 
-    def bits(self) -> bytes:
-        return b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())
+
+def attached(**options: Any) -> Training:
+    training = Training()
+    hooked(training.ddp, **options)
+    return training
 
 
 def assign(model: nn.Sequential) -> None:
@@ -204,8 +206,7 @@ SEEN += [(converted_and_back, CHANGES[to_double][1])]
 @on_ranks()
 def test_hook_that_is_no_longer_called_is_warned_about_once(kind: dict[str, Any]) -> None:
     """From the third of its silent steps on; rank 0 logs it."""
-    training = Training()
-    hooked(training.ddp, **kind)
+    training = attached(**kind)
     optimizer = SGD(training.model.parameters(), lr=0.01)
     said = []
     with logged() as log:
@@ -268,8 +269,7 @@ def test_change_is_named_at_the_next_step_and_none_before(seed: int) -> None:
 @on_ranks()
 def test_optimizer_in_backward_ends_all_ranks(everywhere: bool, looks: str | None) -> None:
     """It steps on the gradients of its rank, before they are averaged."""
-    training = Training()
-    hooked(training.ddp)
+    training = attached()
     optimizer = SGD(training.ddp.parameters(), lr=0.01)
     mine = everywhere or dist.get_rank() == 0
     if mine:
@@ -307,12 +307,11 @@ def test_state_without_its_hook_is_warned_about_once() -> None:
 @pytest.mark.torch_core
 @on_ranks()
 def test_steps_without_a_pass_that_are_meant_raise_no_alarm() -> None:
-    """Trainings in which optimizers step more often than a hook is called, as they should."""
-    said: dict[str, list[str]] = {}
-    with texts(__file__) as said["gan"]:
-        generator, discriminator = Training(), Training()
-        for each in (generator, discriminator):
-            hooked(each.ddp)
+    """Trainings in which optimizers step more often than a hook is called, as they should. Others
+    are in test_training_loops.py and, with sharded optimizers, in test_divided_models.py.
+    """
+    with texts(__file__) as said:
+        generator, discriminator = attached(), attached()
         one, two = (SGD(each.ddp.parameters(), lr=0.01) for each in (generator, discriminator))
         for step in range(20):
             one.zero_grad()
@@ -324,10 +323,17 @@ def test_steps_without_a_pass_that_are_meant_raise_no_alarm() -> None:
             else:
                 discriminator.ddp(made.detach()).sum().backward()
                 two.step()
-    with texts(__file__) as said["one optimizer for two models"]:
-        models = Training(), Training()
-        for each in models:
-            hooked(each.ddp)
+        # A discriminator that is frozen while the generator learns from it.
+        for step in range(8):
+            discriminator.ddp(inputs(step)).sum().backward()
+            discriminator.model.requires_grad_(False)
+            with discriminator.ddp.no_sync():
+                discriminator.ddp(generator.ddp(inputs(step))).sum().backward()
+            discriminator.model.requires_grad_(True)
+            two.step()
+            one.step()
+        # One optimizer for two models.
+        models = attached(), attached()
         both = SGD([p for each in models for p in each.ddp.parameters()], lr=0.01)
         for step in range(20):
             both.zero_grad(set_to_none=step % 2 == 0)
@@ -336,17 +342,15 @@ def test_steps_without_a_pass_that_are_meant_raise_no_alarm() -> None:
             # With zeros instead of None from now on.
             for p in models[1].ddp.parameters():
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    with texts(__file__) as said["three optimizers for one model"]:
-        training = Training()
-        hooked(training.ddp)
+        # Four optimizers for one model.
+        training = attached()
         parts = [SGD([p], lr=0.01) for p in training.ddp.parameters()]
         for step in range(5):
             training.ddp(inputs(step)).sum().backward()
             for part in parts:
                 part.step()
-    with texts(__file__) as said["local SGD"]:
-        training = Training()
-        hooked(training.ddp)
+        # Local SGD.
+        training = attached()
         optimizer = SGD(training.ddp.parameters(), lr=0.01)
         for step in range(16):
             inside = step % 8 < 4
@@ -356,41 +360,16 @@ def test_steps_without_a_pass_that_are_meant_raise_no_alarm() -> None:
                     optimizer.step()
             if not inside:
                 optimizer.step()
-    with texts(__file__) as said["accumulation"]:
-        for step in range(16):
-            with contextlib.nullcontext() if step % 4 == 3 else training.ddp.no_sync():
-                training.ddp(inputs(step)).sum().backward()
-            if step % 4 == 3:
-                optimizer.step()
-    with texts(__file__) as said["evaluation"]:
+        # Evaluations.
         for step in range(8):
             training.ddp(inputs(step)).sum().backward()
             with training.ddp.no_sync(), torch.no_grad():
                 training.ddp(inputs(step))
             optimizer.step()
-    with texts(__file__) as said["frozen discriminator"]:
-        for step in range(8):
-            discriminator.ddp(inputs(step)).sum().backward()
-            discriminator.model.requires_grad_(False)
-            with discriminator.ddp.no_sync():
-                discriminator.ddp(generator.ddp(inputs(step))).sum().backward()
-            discriminator.model.requires_grad_(True)
-            two.step()
-            one.step()
-    with texts(__file__) as said["zero"]:
-        training = Training()
-        hooked(training.ddp)
-        training.train(8, lambda p, lr: ZeroRedundancyOptimizer(p, optimizer_class=SGD, lr=lr))
-    with texts(__file__) as said["off"]:
-        training = Training()
-        hooked(training.ddp, "off")
-        training.train(8)
-    with texts(__file__) as said["join"]:
-        training = Training()
-        hooked(training.ddp)
+        training = attached()
         with training.ddp.join():
             training.train(2 + 6 * dist.get_rank())
-    assert {name: found for name, found in said.items() if found} == {}
+    assert said == []
 
 
 @on_ranks()
