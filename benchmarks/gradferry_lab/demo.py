@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from gradferry.ddp.schedule import ProcessorWait, busy_notes
+from gradferry.diagnosis import ProcessorWait, busy_notes
 from gradferry.errors import ConfigError, PeerError
 from rich.console import Console
 

@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from gradferry import _native
 from gradferry.core.codec_spec import AUTO, OFF, parse_codec
-from gradferry.core.config import COARSE_BITS, SMALL_CODEC, SMALL_PERCENT
+from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import on_streams
 from gradferry.core.engine import planned_bytes
 from gradferry.core.nodes import Nodes, exchange_between, flat
-from gradferry.core.parameters import describe_parameters
+from gradferry.core.parameters import SMALL_CODEC, SMALL_PERCENT, describe_parameters
 from gradferry.ddp.trial import LOSSES
 from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.errors import ConfigError
-from gradferry.fsdp.state import ALL_GATHER
 from rich.console import Console
 
 from gradferry_lab import flags
@@ -50,6 +49,7 @@ from gradferry_lab.workloads.parallel import (
     check_parallel,
 )
 from gradferry_lab.workloads.sharded_bytes import (
+    ALL_GATHER,
     NO_CODECS,
     MatrixModule,
     choice_of,

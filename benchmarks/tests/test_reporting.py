@@ -13,7 +13,7 @@ from math import comb
 from pathlib import Path
 
 import pytest
-from gradferry.ddp.interval import coverage_of, interval_of_median
+from gradferry.ddp.trial import coverage_of, interval_of_median
 from gradferry.errors import ConfigError
 from gradferry_lab.bench.codec import codec_table
 from gradferry_lab.bench.collective import collective_table

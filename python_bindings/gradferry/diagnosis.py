@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +24,7 @@ from gradferry.core.names import closest
 from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.nodes import exchanges_to_choose_from, found_nodes, option_for
 from gradferry.ddp.attach import attach
-from gradferry.ddp.batch import batch_loss, misfit
-from gradferry.ddp.interval import Interval
 from gradferry.ddp.model import distributed_in, reduced_parameters
-from gradferry.ddp.schedule import ProcessorWait, busy_notes
 from gradferry.ddp.trial import (
     CODECS,
     COUNTED_STEPS,
@@ -33,6 +32,7 @@ from gradferry.ddp.trial import (
     TOLERANCE,
     Candidate,
     Clock,
+    Interval,
     Outcome,
     Trial,
     computing_on,
@@ -50,6 +50,10 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "torch:fp16": torch.float16,
     "torch:bf16": torch.bfloat16,
 }
+_COMPRESS = {
+    "torch:fp16": torch_hooks.fp16_compress_hook,
+    "torch:bf16": torch_hooks.bf16_compress_hook,
+}
 DEFAULT_HOOKS = (PLAIN, "torch:bf16", *CODECS)
 _NO_SYNC = Candidate("no communication", 0.0, needs_memory=False)
 _BEFORE = 2  # steps: in the first DDP arranges its buckets, and the optimizer makes its state
@@ -60,7 +64,12 @@ _TOO_SHORT_S = 2e-3
 _BEHIND = 2.0
 _OUTER_CODEC = "q4"  # DiLoCo's default
 
+BUSY = 0.2  # share of their time that threads wait for a processor
+_THREADS = Path("/proc/self/task")
+
 Progress = Callable[[str], None]
+# By thread: nanoseconds on a processor, and ready to run without one.
+ThreadTimes = Mapping[str, tuple[int, int]]
 _seconds = attrgetter("seconds")
 
 
@@ -106,7 +115,7 @@ class Diagnosis:
         elements: of these.
         device: type of the model's device.
         waited: share of their time that threads of a rank waited for a processor, in steps without
-            communication, after the first two; from `ddp.schedule.BUSY` on the text calls the
+            communication, after the first two; from `BUSY` on the text calls the
             machine busy.
         on_one_host: whether all ranks share a host, so that nothing crossed a network between
             hosts.
@@ -364,9 +373,9 @@ class _Examination:
         # The argument of this name is deprecated since torch 2.13, and warns.
         model.broadcast_buffers = ddp.broadcast_buffers
         state = None
-        if candidate.hook in TORCH_DTYPES:
-            self._register(model, candidate.hook)
-        elif candidate is not _NO_SYNC:
+        if candidate.hook in _COMPRESS:
+            model.register_comm_hook(self._group, _COMPRESS[candidate.hook])
+        elif candidate.hook not in (PLAIN, _NO_SYNC.hook):
             nodes = self._options.get(candidate.exchange or "", FOUND_NODES)
             state = attach(model, candidate.hook, nodes=nodes)
         step = self.make_step(model)
@@ -382,15 +391,6 @@ class _Examination:
             return stats["wire_bytes"] // max(stats["steps"], 1), share
         world = self._group.size()
         return round(candidate.bits / 8 * self._elements * 2 * (world - 1) / world), share
-
-    def _register(self, model: DistributedDataParallel, hook: str) -> None:
-        """One of PyTorch's hooks; plain DDP needs none."""
-        compress = {
-            "torch:fp16": torch_hooks.fp16_compress_hook,
-            "torch:bf16": torch_hooks.bf16_compress_hook,
-        }
-        if hook in compress:
-            model.register_comm_hook(self._group, compress[hook])
 
     def _slowest(self, values: Sequence[float]) -> list[float]:
         return most_of_ranks(values, self._group, self.place)
@@ -493,3 +493,108 @@ def _place(ddp: DistributedDataParallel) -> torch.device:
                 "one device, then wrap it"
             )
     return place
+
+
+# --- models and batches of users ------------------------------------------------------------------
+
+
+def batch_loss(name: str, model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss that a user's model returns for a batch. Raises ConfigError, with `name`, when the
+    model cannot be called with the batch, or returns something else.
+    """
+    if not isinstance(batch, (tuple, list, Mapping)):
+        raise ConfigError(
+            f"{name}: a batch is {_kind(batch)}; it must be a tuple or list of the model's "
+            "positional arguments, or a dict of its keyword arguments: one tensor alone is (x,)"
+        )
+    keywords = batch if isinstance(batch, Mapping) else {}
+    arguments = () if isinstance(batch, Mapping) else batch
+    try:
+        returned = model(*arguments, **keywords)
+    except TypeError as error:
+        called = getattr(model, "module", model).forward
+        mismatch = misfit(called, *arguments, **keywords)
+        if mismatch is None:
+            raise
+        raise ConfigError(
+            f"{name}: the model's forward{inspect.signature(called)} does not take a batch of "
+            f"{_contents(batch)}: {mismatch}"
+        ) from error
+    loss = getattr(returned, "loss", returned)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise ConfigError(
+            f"{name}: the model returned {type(returned).__name__}; called with a batch "
+            f"it must return its loss, a tensor of one element, or an object whose .loss is one"
+        )
+    return loss
+
+
+def misfit(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> str | None:
+    """Why the function cannot be called with these arguments; None if it can, or is unknown."""
+    try:
+        inspect.signature(function).bind(*arguments, **keywords)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # some functions written in C have no signature
+        return None
+    return None
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _contents(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return ", ".join(map(str, batch))
+    return f"{len(batch)} value{'s' * (len(batch) != 1)}"
+
+
+# --- whether processors were busy with something else ---------------------------------------------
+
+
+def busy_notes(waited: float, when: str) -> list[str]:
+    """A sentence for people where threads waited for `BUSY` of their time or more; else none.
+
+    when: what they did meanwhile, as in "in steps without communication".
+    """
+    if waited < BUSY:
+        return []
+    return [
+        f"This machine is busy: {when}, threads spent {waited:.0%} of their time waiting for a "
+        "CPU. All times are longer for it, some more than others: measure again when it is idle, "
+        "or with fewer threads per rank."
+    ]
+
+
+def thread_times() -> ThreadTimes:
+    """Those of this process; nothing where the system does not say."""
+    try:
+        threads = list(_THREADS.iterdir())
+    except OSError:  # another system
+        return {}
+    times = {}
+    for thread in threads:
+        try:
+            on_processor, waiting, *_ = (thread / "schedstat").read_text().split()
+        except (OSError, ValueError):  # the thread has ended, or the kernel does not count
+            continue
+        times[thread.name] = int(on_processor), int(waiting)
+    return times
+
+
+class ProcessorWait:
+    """How much of their time the threads of this process wait for a processor, from now on."""
+
+    def __init__(self, read: Callable[[], ThreadTimes] = thread_times) -> None:
+        self._read = read
+        self._before = read()
+
+    def share(self) -> float:
+        """0: they run whenever they can; near 1: others have the processors."""
+        ran = waited = 0
+        for thread, (on_processor, waiting) in self._read().items():
+            before = self._before.get(thread, (0, 0))
+            ran += on_processor - before[0]
+            waited += waiting - before[1]
+        return waited / (ran + waited) if waited else 0.0

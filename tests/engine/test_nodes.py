@@ -17,10 +17,9 @@ from gradferry.core.nodes import (
     flat,
     identity,
     option_for,
-    received_identities,
     resolve,
 )
-from gradferry.errors import ConfigError, ProtocolError
+from gradferry.errors import ConfigError
 from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import ChosenGradients, Scenario, Weight
@@ -85,7 +84,7 @@ def test_a_table_says_where_every_rank_is():
 def test_who_could_not_find_out_is_named_with_the_reason():
     assert not table("auto", A, B).note
     alone = table("auto", HIDDEN, A, HIDDEN, Identity(unread="odd"))
-    assert alone.note == ("machine unknown, so alone: ranks 0 and 2 (no /proc), rank 3 (odd)")
+    assert alone.note == "machine unknown, so alone: ranks 0, 2 and 3 (no /proc)"
     given = table(2, HIDDEN, A, A, A)
     assert given == Nodes(((0, 1), (2, 3)))
     assert given.note == "machine unknown, so not checked: rank 0 (no /proc)"
@@ -129,14 +128,6 @@ def test_nodes_that_there_cannot_be_are_refused(option, identities, message):
     with pytest.raises(ConfigError, match=message):
         # A tuple is what is left of a DeviceMesh.
         resolve(option if isinstance(option, tuple) else check_option(option), GROUP, identities)
-
-
-def test_what_other_ranks_send_is_checked():
-    places = [A, HIDDEN]
-    assert received_identities([vars(place) for place in places], range(len(places))) == places
-    for wrong in (None, "a", {}, {"boot_id": "a"}, {**vars(A), "network": []}, {**vars(A), "x": 1}):
-        with pytest.raises(ProtocolError, match=r"rank 5 sent .* the same version"):
-            received_identities([vars(A), wrong], GROUP[:2])
 
 
 def test_processes_of_this_machine_have_one_identity(world_of_2: World) -> None:

@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gathering import Watch
-from gradferry.fsdp.gathers import GatherHook
-from gradferry.fsdp.hooks import ReduceScatterHook, ReplicaHook
+from gradferry.fsdp.hooks import GatherHook, ReduceScatterHook, ReplicaHook
 from outcomes import attempt
 from sharding import SHAPES, Sharding, attached, local_gradients
 from watching import WatchedCalls, given_up

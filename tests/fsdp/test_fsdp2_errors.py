@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import gradferry
 import pytest
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from gathering import ONLY_GATHERS, built, targets_of
 from gradferry.averaging import step_numbers
+from gradferry.fsdp import hooks
 from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from relays import Relays
@@ -177,6 +179,7 @@ REFUSED: dict[str, dict[str, list[Row]]] = {
                 lambda m: replicas(m, codec=of_rank("q4", "q4", "q8", "q8")),
                 "rank {second} differs from rank {first} in codec",
             ),
+            (lambda m: replicas(m, seed=of_rank(0, 0, 0, 1)), "rank 3 differs from rank 2 in seed"),
         ],
     },
     "scatter": {
@@ -443,6 +446,30 @@ def test_exact_gathers_are_for_whole_passes() -> None:
     model(targets_of(model, torch.float32)).backward()
     assert found[0].error == "StateError"
     assert "in the middle of a pass" in found[0].text
+
+
+@pytest.mark.parametrize("what", ["enter exact_gathers()", "begin this forward pass as others do"])
+@on_ranks(2)
+def test_a_rank_that_is_in_a_pass_instead_is_named_to_all(what: str) -> None:
+    sharding = Sharding(1, 2)
+    model: Any = built("plain", sharding=sharding)
+    state = gradferry.fsdp.attach(model, **ONLY_GATHERS)
+    sharding.backward(model, 0)
+    within: Any = contextlib.nullcontext()
+    if dist.get_rank() == 1:
+        if "exact" in what:
+            within = state.exact_gathers()
+        else:
+            model.set_reshard_after_forward(False)
+
+    def go_on() -> None:
+        with within:
+            sharding.backward(model, 1)
+
+    with mock.patch.object(hooks, "_SURE_SECONDS", 0):
+        outcome = attempt(go_on)
+    assert outcome.error == "PeerError"
+    assert f"rank 0 did not {what}, and is in a pass already" in outcome.text
 
 
 @on_ranks(2)

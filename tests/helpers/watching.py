@@ -110,9 +110,7 @@ def given_up() -> Iterator[None]:
     """A backward pass within it ends in its first call of a hook, while the engine works on it."""
 
     def interrupted(hook: GradientHook, gradient: torch.Tensor) -> bool:
-        bucket = hook.passes.indices(hook.number), gradient
-        assert hook.calls is not None
-        hook.calls.start([bucket], in_background=False)
+        hook.start(hook.exchange.indices(hook.number), gradient)
         raise _InterruptedError
 
     with mock.patch.object(GradientHook, "_average", interrupted), pytest.raises(_InterruptedError):

@@ -17,25 +17,28 @@ import torch
 import torch.distributed as dist
 from gradferry import diagnosis as diagnosis_module
 from gradferry.core.codec_spec import parse_codec
-from gradferry.ddp import schedule
-from gradferry.ddp.interval import Interval
-from gradferry.ddp.schedule import BUSY, ProcessorWait, ThreadTimes, about, thread_times
 from gradferry.ddp.trial import (
     COUNTED_STEPS,
     SETTLING_STEPS,
     Candidate,
+    Interval,
     Outcome,
 )
 from gradferry.diagnosis import (
+    BUSY,
     TORCH_DTYPES,
     Diagnosis,
+    ProcessorWait,
     Step,
+    ThreadTimes,
     advise,
     advise_diloco,
     examine,
     suits_diloco,
+    thread_times,
 )
 from gradferry.errors import ConfigError
+from gradferry_lab.output.progress import about
 from on_ranks import on_ranks
 from stepping import bits
 from torch import nn
@@ -177,9 +180,9 @@ def test_threads_are_read_those_that_have_ended_and_other_systems_count_nothing(
         times = thread_times()
         assert str(threading.get_native_id()) in times
         assert sum(ran for ran, _ in times.values()) > 0
-    monkeypatch.setattr(schedule, "_THREADS", tmp_path / "none")
+    monkeypatch.setattr(diagnosis_module, "_THREADS", tmp_path / "none")
     assert thread_times() == {}
-    monkeypatch.setattr(schedule, "_THREADS", tmp_path)
+    monkeypatch.setattr(diagnosis_module, "_THREADS", tmp_path)
     for thread, text in {"1": "20 3 7", "2": None, "3": ""}.items():
         (tmp_path / thread).mkdir()
         if text is not None:

@@ -231,7 +231,7 @@ def test_sums_and_averages_are_those_of_the_steps_that_were_taken_here(codec: st
     saved = before.state.state_dict()
     assert set(before.state.stats()) <= set(get_type_hints(gradferry.Stats))
     run = Run(dataclasses.replace(SCENARIO, codec=codec))
-    assert "average of" not in str(run.state)
+    assert "mean of" not in str(run.state)
     counts = []
     for step in (4, 5):
         run.state.load_state_dict(saved)
@@ -242,7 +242,7 @@ def test_sums_and_averages_are_those_of_the_steps_that_were_taken_here(codec: st
     if codec == "q4":
         sent, delay = (stats[key] / 2 for key in ("wire_bytes", "exposed_ms"))
         assert str(run.state).splitlines()[-1] == (
-            f"  average of 2 steps: {sent:,.0f} bytes sent, {stats['ratio']:.2f} times fewer than "
+            f"  mean of 2 steps: {sent:,.0f} bytes sent, {stats['ratio']:.2f} times fewer than "
             f"uncompressed, {delay:.1f} ms exposed"
         )
 

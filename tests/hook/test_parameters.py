@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from gradferry import _native
 from gradferry.core.codec_spec import parse_codec
-from gradferry.core.config import Sized, make_config
+from gradferry.core.config import make_config
 from gradferry.core.names import plain_name
+from gradferry.core.parameters import describe_parameters
 from gradferry.errors import GradferryWarning
 from on_ranks import on_ranks
 from outcomes import attempt
@@ -289,12 +290,16 @@ def test_codecs_are_those_of_the_reference(codec: str) -> None:
         ruled = draw.choice(("a", "[ab]", "*")), draw.choice(("sign1", "q8", "exact"))
         rules = [ruled] * draw.randrange(2)
         options = {"rules": [{"name": name, "codec": each} for name, each in rules]}
-        chosen = make_config(codec, options).codecs_of(
-            [
-                Sized(p.name, p.ndim, p.num_elements, p.num_elements, p.dtype != "float64")
-                for p in parameters
-            ]
-        )
+        named = [
+            (
+                p.name,
+                torch.zeros(1, dtype=getattr(torch, p.dtype)).expand(
+                    *[1] * (p.ndim - 1), p.num_elements
+                ),
+            )
+            for p in parameters
+        ]
+        chosen = describe_parameters(named, make_config(codec, options), exchanges=True)
         wanted, _ = resolve_codecs(parameters, codec, rules)
         assert [each.codec for each in chosen] == [*map(parse_codec, wanted)], parameters
         for each in chosen:

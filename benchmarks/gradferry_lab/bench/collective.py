@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from gradferry import _native
-from gradferry.ddp.interval import coverage_of
+from gradferry.ddp.trial import coverage_of
 from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.errors import ConfigError
 from rich.console import Console

@@ -13,7 +13,7 @@ from typing import Any
 
 from gradferry import _native
 from gradferry.core.nodes import TWO_LEVEL
-from gradferry.ddp.interval import coverage_of
+from gradferry.ddp.trial import coverage_of
 from gradferry.errors import ConfigError
 from rich.console import Console
 

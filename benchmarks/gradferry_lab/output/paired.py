@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradferry.ddp.interval import WANTED_COVERAGE, Interval, coverage_of, interval_of_median
+from gradferry.ddp.trial import WANTED_COVERAGE, Interval, coverage_of, interval_of_median
 
 from gradferry_lab.output.table import Column, Row
 

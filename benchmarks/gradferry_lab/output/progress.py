@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from gradferry.ddp.schedule import about
 from rich.console import Console
 
 from gradferry_lab.output.table import print_line
@@ -81,3 +80,10 @@ class StatusLine:
         if what.share <= 0:
             return what.text
         return f"{what.text}; {about(seconds * (1 - what.share) / what.share)} left"
+
+
+def about(seconds: float) -> str:
+    """A time for people: "about 40 s", or "about 3 min" from 90 s on."""
+    if round(seconds) < 90:
+        return f"about {max(1, round(seconds))} s"
+    return f"about {seconds / 60:.0f} min"

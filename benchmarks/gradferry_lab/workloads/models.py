@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gradferry.core.names import closest
-from gradferry.ddp.batch import batch_loss, misfit
+from gradferry.diagnosis import batch_loss, misfit
 from gradferry.errors import ConfigError
 from torch import nn
 

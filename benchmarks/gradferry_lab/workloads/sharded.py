@@ -42,7 +42,7 @@ def sharded(
     elif hook == NO_HOOK and not averages:
         for module in modules:
             module.reduce_scatter = _OwnGradients()
-            module.replace_all_gather(_OwnParameters())
+            module.all_gather = _OwnParameters()
     ranks = mesh.mesh.tolist()
     own = exchanges_of(modules, NO_CODECS, ranks)
     exchanges = own if hook != NO_HOOK else []

@@ -14,16 +14,12 @@ from gradferry.core.nodes import flat
 from gradferry.core.parameters import describe_parameters
 from gradferry.fsdp.choice import Choice, choose
 from gradferry.fsdp.model import Shard, ShardedModule
-from gradferry.fsdp.state import ALL_GATHER, REDUCE_SCATTER, REPLICAS
 from torch import nn
 
 from gradferry_lab.workloads.hooks import PARAM_DTYPE, ring_exchange, split_options
 
-COLLECTIVES = {
-    REPLICAS: "all_reduce",
-    REDUCE_SCATTER: "reduce_scatter",
-    ALL_GATHER: "all_gather",
-}
+REPLICAS, REDUCE_SCATTER, ALL_GATHER = "replicas", "reduce_scatter", "all_gather"  # in `stats()`
+COLLECTIVES = {REPLICAS: "all_reduce", REDUCE_SCATTER: REDUCE_SCATTER, ALL_GATHER: ALL_GATHER}
 NO_CODECS = Choice(None, None, None)  # FSDP2 alone
 _ROOT = "the model"  # the name of its module, which keeps what it gathered until backward ends
 _CPU = torch.device("cpu")

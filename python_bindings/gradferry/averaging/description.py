@@ -9,8 +9,9 @@ from gradferry import _native
 from gradferry.averaging.running import Running
 from gradferry.averaging.step_numbers import Stats
 from gradferry.core.codec_spec import OFF
-from gradferry.core.config import COARSE_BITS, SMALL_CODEC, SMALL_PERCENT
+from gradferry.core.config import COARSE_BITS
 from gradferry.core.nodes import FLAT
+from gradferry.core.parameters import SMALL_CODEC, SMALL_PERCENT
 
 
 def as_asked(running: Running) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def describe(running: Running, stats: Stats) -> str:
     if steps and stats["wire_bytes"]:
         passed = ", without buckets that passed through" if stats["fallbacks"] else ""
         lines.append(
-            f"  average of {steps} steps: {stats['wire_bytes'] / steps:,.0f} bytes sent, "
+            f"  mean of {steps} steps: {stats['wire_bytes'] / steps:,.0f} bytes sent, "
             f"{stats['ratio']:.2f} times fewer than uncompressed, "
             f"{stats['exposed_ms'] / steps:.1f} ms exposed{passed}"
         )

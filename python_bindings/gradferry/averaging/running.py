@@ -74,6 +74,7 @@ class Running:
         engine_before: steps of the training that the engine did not take: those of `steps_before`,
             of earlier engines, and without an engine.
         delivers: whether the engine sends gradients as they are, with all residuals.
+        nonce: of the engine, as ranks agreed on it.
     """
 
     config: Config
@@ -97,6 +98,7 @@ class Running:
     steps_before: int = 0
     engine_before: int = 0
     delivers: bool = False
+    nonce: str = ""
     _to_deliver: tuple[torch.Tensor, torch.Tensor] | None = None  # residuals when that began
 
     @property
@@ -182,7 +184,7 @@ class Running:
             group: that of the ranks.
             nonce: equal on all ranks, different for every engine of the group.
         """
-        self.engine = None
+        self.engine, self.nonce = None, nonce
         parameters = self.parameters
         if self.delivers:
             parameters = tuple(replace(parameter, warmup=EXACT) for parameter in parameters)

@@ -20,7 +20,7 @@ from gradferry.core.agreement import (
     raise_first_mismatch,
     rendezvous_place,
 )
-from gradferry.core.nodes import choose_exchange, identity, received_identities, resolve
+from gradferry.core.nodes import Identity, choose_exchange, identity, resolve
 from gradferry.core.rendezvous import exists, meet, patience, say_failed
 from gradferry.errors import ConfigError, PeerError, StateError
 
@@ -93,11 +93,11 @@ def start(
 
     records = on_all_ranks(propose_here, group, device)
     nonce, *_ = [str(record.pop("nonce", None)) for record in records]
-    identities = [record.pop("identity", None) for record in records]
+    identities = [record.pop("identity", {}) for record in records]
     raise_first_mismatch(records, group)
     assert running is not None  # otherwise on_all_ranks() has raised this rank's error
     names, asked = running.world_ranks, running.config.nodes
-    running.nodes = resolve(asked, names, received_identities(identities, names))
+    running.nodes = resolve(asked, names, [Identity(**each) for each in identities])
     running.exchange = choose_exchange(asked, running.nodes, on_host=running.transport.on_host)
 
     built: Started | None = None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,11 +26,6 @@ CHUNK_BYTES = _native.CHUNK_BYTES  # at most, per owner, stage and chunk
 # Below this many bits per element, residuals hold whole gradients for many steps, and
 # trainings end worse without momentum mode.
 COARSE_BITS = 3.0
-# The smallest matrices, which together hold at most this percentage of all elements, travel with
-# SMALL_CODEC instead of a codec below COARSE_BITS. On images, whose first and last layers are among
-# them, most of the loss that a coarse codec costs comes from there. SMALL_CODEC adds at most about
-# 0.1 bit per element of the model to what is sent.
-SMALL_PERCENT = 3
 
 
 @dataclass(frozen=True)
@@ -65,53 +59,12 @@ class Rule:
 
 
 EXACT = CodecSpec("exact")
-SMALL_CODEC = CodecSpec("q4")
 # Runs until codec="auto" has tried its candidates. None of them leaves a larger compression error.
 FIRST_OF_AUTO = CodecSpec("q4")
 DEFAULT_RULES = (
     Rule(EXACT, max_dims=_native.EXEMPT_MAX_DIMS),
     Rule(EXACT, max_size=_native.EXEMPT_MAX_SIZE),
 )
-
-
-@dataclass(frozen=True)
-class Sized:
-    """What the codec of a parameter depends on, or that of a shard of one.
-
-    Attributes:
-        name: of the parameter. All its shards have this name.
-        dims: number of dimensions.
-        size: number of elements; of a shard, those of the shard.
-        whole_size: number of elements of the whole parameter.
-        is_compressible: False for float64 and complex, which always are ``exact``.
-    """
-
-    name: str
-    dims: int
-    size: int
-    whole_size: int
-    is_compressible: bool = True
-
-
-class Codecs(NamedTuple):
-    """The codecs of a parameter.
-
-    Attributes:
-        codec: after the warm-up.
-        warmup: in warm-up steps.
-        is_small: whether SMALL_CODEC replaces a coarse one of these.
-    """
-
-    codec: CodecSpec
-    warmup: CodecSpec
-    is_small: bool
-
-    def of_small(self) -> Codecs:
-        """The codecs instead of these, of one of the smallest parameters."""
-        codec, warmup = (
-            SMALL_CODEC if each.bits() < COARSE_BITS else each for each in (self.codec, self.warmup)
-        )
-        return Codecs(codec, warmup, is_small=(codec, warmup) != (self.codec, self.warmup))
 
 
 @dataclass(frozen=True)
@@ -167,39 +120,10 @@ class Config:
             "workspace_cap_bytes": self.workspace_cap_bytes,
         }
 
-    def codecs_of(self, parameters: Sequence[Sized]) -> list[Codecs]:
-        """The codecs of all parameters that are averaged together.
-
-        The first rule that matches a parameter gives its codec; else it is the configured one, or
-        SMALL_CODEC, if that is coarse and the parameter is one of the smallest (SMALL_PERCENT).
-
-        Args:
-            parameters: all of them. The answer depends on nothing else, so that it is the same on
-                all ranks.
-        """
-        by_rule = [self._codec_by_rule(parameter) for parameter in parameters]
-        pairs = zip(parameters, by_rule, strict=True)
-        small = _smallest(parameters, {each.name for each, ruled in pairs if ruled is None})
-        every = []
-        for parameter, ruled in zip(parameters, by_rule, strict=True):
-            codec = self.codec if ruled is None else ruled
-            asked = Codecs(codec, self.warmup_codec_of(codec), is_small=False)
-            is_small = ruled is None and parameter.name in small
-            every.append(asked.of_small() if is_small else asked)
-        return every
-
-    def _codec_by_rule(self, parameter: Sized) -> CodecSpec | None:
-        """None: no rule matches."""
-        if not parameter.is_compressible:
-            return EXACT
-        for rule in (*self.rules, *DEFAULT_RULES):
-            if rule.matches(parameter.name, parameter.dims, parameter.size):
-                return rule.codec
-        return None
-
-    def warmup_codec_of(self, codec: CodecSpec) -> CodecSpec:
-        """What parameters of this codec travel with in warm-up steps."""
-        return self.warmup if codec.lossy else codec
+    def codec_by_rule(self, name: str, dims: int, size: int) -> CodecSpec | None:
+        """The codec of the first rule that matches a parameter; None: no rule does."""
+        rules = (*self.rules, *DEFAULT_RULES)
+        return next((rule.codec for rule in rules if rule.matches(name, dims, size)), None)
 
     @property
     def compressed_warmup(self) -> bool:
@@ -272,22 +196,6 @@ class Config:
             "equal_scatter": self.equal_scatter,
             "nodes": self.nodes,
         }
-
-
-def _smallest(parameters: Sequence[Sized], names: Collection[str]) -> set[str]:
-    """Picks from `names`, smallest first, what together has at most SMALL_PERCENT of all elements.
-    All parameters of one size, as layers have them, are taken, or none.
-    """
-    sizes = {parameter.name: parameter.whole_size for parameter in parameters}
-    most, taken, small = SMALL_PERCENT * sum(sizes.values()), 0, set[str]()
-    ascending = sorted((name for name in sizes if name in names), key=sizes.__getitem__)
-    for size, alike in groupby(ascending, key=sizes.__getitem__):
-        group = set(alike)
-        taken += 100 * size * len(group)
-        if taken > most:
-            break
-        small |= group
-    return small
 
 
 def make_config(codec: str, given: Mapping[str, Any] | None = None) -> Config:

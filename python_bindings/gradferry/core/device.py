@@ -285,22 +285,16 @@ def why_not(build: CudaBuild, driver: Version | None, capability: Version, gpu: 
         )
     if build.has_machine_code(capability):
         return None
+    found = f"{gpu} has compute capability {shown(capability)}, and gradferry's kernels are {build}"
     if capability < oldest:
-        return (
-            f"{gpu} has compute capability {shown(capability)}, and gradferry's kernels need "
-            f"{shown(oldest)} or newer: train on a newer GPU, or attach with codec='off'"
-        )
+        return f"{found}: train on a newer GPU, or attach with codec='off'"
     again = f"install gradferry again with CUDAARCHS={capability[0]}{capability[1]} set"
     if not any(target <= capability for target in build.ptx):
-        return (
-            f"{gpu} has compute capability {shown(capability)}, and this installation of gradferry "
-            f"holds {build}: {again}"
-        )
+        return f"{found}: {again}"
     if driver < build.toolkit:
         return (
-            f"{gpu} has compute capability {shown(capability)}, for which this installation of "
-            f"gradferry holds PTX only, made by CUDA {newest}, and the NVIDIA driver translates "
-            f"that of CUDA {shown(driver)} and older: update the driver, or {again}"
+            f"{found}, made by CUDA {newest}, and the NVIDIA driver translates PTX of CUDA "
+            f"{shown(driver)} and older: update the driver, or {again}"
         )
     return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from gradferry import _native
 from gradferry.core.agreement import gather_records
 from gradferry.core.rendezvous import world_ranks
 from gradferry.core.values import as_whole
-from gradferry.errors import ConfigError, ProtocolError
+from gradferry.errors import ConfigError
 
 AUTO = "auto"
 FLAT = "flat"
@@ -56,28 +56,6 @@ def identity() -> Identity:
     except (OSError, ValueError) as error:
         return Identity(unread=str(error))
     return Identity(boot_id, network) if boot_id else Identity(unread=f"{_BOOT_ID} is empty")
-
-
-def received_identities(records: Sequence[object], global_ranks: Sequence[int]) -> list[Identity]:
-    """What all ranks sent of their `identity`, as ``vars`` of it.
-
-    Args:
-        records: in the order of the process group.
-        global_ranks: those of the process group, in its order.
-
-    Raises:
-        ProtocolError: a rank sent something else.
-    """
-    types = {key: type(value) for key, value in vars(Identity()).items()}
-    found = []
-    for rank, record in zip(global_ranks, records, strict=True):
-        if not isinstance(record, dict) or {k: type(v) for k, v in record.items()} != types:
-            raise ProtocolError(
-                f"rank {rank} sent {record!r} as the place where it runs; start every rank with "
-                "the same version of gradferry"
-            )
-        found.append(Identity(**record))
-    return found
 
 
 @dataclass(frozen=True)
@@ -200,8 +178,7 @@ def resolve(
         members = _of_mesh(option, global_ranks)
     _expect_shared(members, identities, global_ranks)
     together = {rank for ranks in members if len(ranks) > 1 for rank in ranks}
-    unread = {rank: why for rank, why in _unread(identities).items() if rank in together}
-    return Nodes(members, _note(unread, "not checked", global_ranks))
+    return Nodes(members, _note(together, "not checked", identities, global_ranks))
 
 
 def found_nodes(group: dist.ProcessGroup, device: torch.device) -> Nodes:
@@ -211,9 +188,8 @@ def found_nodes(group: dist.ProcessGroup, device: torch.device) -> Nodes:
         group: of the ranks.
         device: of the gradients.
     """
-    names = world_ranks(group)
-    identities = received_identities(gather_records(vars(identity()), group, device), names)
-    return resolve(AUTO, names, identities)
+    records = gather_records(vars(identity()), group, device)
+    return resolve(AUTO, world_ranks(group), [Identity(**record) for record in records])
 
 
 def exchange_between(nodes: Nodes) -> str:
@@ -305,7 +281,8 @@ def _found(identities: Sequence[Identity], global_ranks: Sequence[int]) -> Nodes
     for rank, place in enumerate(identities):
         found.setdefault(rank if place.unread else place, []).append(rank)
     members = tuple(map(tuple, found.values()))
-    return Nodes(members, _note(_unread(identities), "alone", global_ranks))
+    everybody = range(len(identities))
+    return Nodes(members, _note(everybody, "alone", identities, global_ranks))
 
 
 def _of_mesh(
@@ -347,14 +324,12 @@ def _expect_shared(
             )
 
 
-def _unread(identities: Sequence[Identity]) -> dict[int, str]:
-    return {rank: place.unread for rank, place in enumerate(identities) if place.unread}
-
-
-def _note(unread: Mapping[int, str], what: str, global_ranks: Sequence[int]) -> str:
-    """Names these ranks by reason; empty without ranks."""
-    reasons: dict[str, list[int]] = {}
-    for rank, reason in unread.items():
-        reasons.setdefault(reason, []).append(global_ranks[rank])
-    shown = ", ".join(f"{_native.name_ranks(ranks)} ({why})" for why, ranks in reasons.items())
-    return f"machine unknown, so {what}: {shown}" if shown else ""
+def _note(
+    ranks: Iterable[int], what: str, identities: Sequence[Identity], global_ranks: Sequence[int]
+) -> str:
+    """Names those that do not know where they run, and why the first does not; empty without."""
+    unread = [rank for rank in sorted(ranks) if identities[rank].unread]
+    if not unread:
+        return ""
+    names = _native.name_ranks([global_ranks[rank] for rank in unread])
+    return f"machine unknown, so {what}: {names} ({identities[unread[0]].unread})"

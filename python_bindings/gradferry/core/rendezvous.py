@@ -83,7 +83,7 @@ def meet(
     group: dist.ProcessGroup,
     longest: timedelta,
     purpose: str,
-    beside: dist.ProcessGroup | None = None,
+    listen: Callable[[], None] = lambda: None,
 ) -> None:
     """Waits until every rank of the group calls this. After `SAY_AFTER_SECONDS` the lowest rank
     that has come warns, and names those that have not.
@@ -95,22 +95,20 @@ def meet(
         group: of the ranks.
         longest: how long to wait for the others.
         purpose: what ranks that stay away did not do, for example "call attach".
-        beside: another group of this rank. No rank waits here after one has called `say_failed`
-            there: ranks that know of it may never come.
+        listen: called while this rank waits. An EchoError that it raises is raised on all ranks
+            that wait.
 
     Raises:
         PeerError: not all ranks came (every rank that came raises the same text, which names the
-            missing ranks), or the store does not answer. EchoError: because of `beside`.
+            missing ranks), or the store does not answer. EchoError: that of `listen`.
     """
     if group.size() == 1:
         return
-    hear = None if beside is None else hear_failures(beside)
     begin, says = time.monotonic(), True
 
     def between_polls() -> None:
         nonlocal says
-        if hear is not None:
-            hear()
+        listen()
         if says and time.monotonic() - begin >= SAY_AFTER_SECONDS:
             says = False
             with contextlib.suppress(RuntimeError):  # of a store that does not answer

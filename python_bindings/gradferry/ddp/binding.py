@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.algorithms.join import JoinHook as TorchJoinHook
@@ -33,9 +32,9 @@ _RECOVERY_HINT = (
 )
 
 
-@dataclass(frozen=True)
 class Binding:
-    """The running configuration of one model, and the hook that DDP calls.
+    """The running configuration of one model, and the hook that DDP calls; made after all ranks
+    have agreed.
 
     Attributes:
         running: configuration, parameters and engine; "auto" changes them.
@@ -49,13 +48,22 @@ class Binding:
             or without an engine. A state saved there says it again.
     """
 
-    running: Running
-    hook: _native.BucketHook
-    chooser: Chooser | None
-    model: weakref.ref[DistributedDataParallel]
-    handover: MomentumHandover | None
-    watch: ModelWatch
-    passed_on: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, running: Running, model: Model, *, native: bool) -> None:
+        config, alone = running.config, running.world_size == 1
+        self.running, self.model = running, model.reference
+        self.hook = _native.BucketHook(
+            engine=running.engine, parameters=running.tensors(), group_name=running.group_name
+        )
+        self.chooser: Chooser | None = None
+        if config.chooses and not config.disabled and not alone:
+            self.chooser = Chooser(running)
+            self.chooser.start(self.hook)
+        self.handover: MomentumHandover | None = None
+        if config.momentum and config.warmup_steps and running.engine and not alone:
+            self.handover = MomentumHandover(running)
+            self.handover.start(self.hook)
+        self.watch = ModelWatch(model, running, self.hook, native=native)
+        self.passed_on: dict[str, Any] = {}
 
     def resume(self, steps: int) -> None:
         """Continues from a checkpoint after so many steps."""
@@ -108,32 +116,12 @@ def bind(
         model.check(config)
         return propose(config, model.group, model.device, model.named, model.record, _RECOVERY_HINT)
 
-    def build(running: Running) -> Binding:
-        return _build(running, model, native=native)
-
+    build = functools.partial(Binding, model=model, native=native)
     binding = start(model.group, model.device, propose_here, build, purpose="call attach")
     _register(model, binding, native=native)
     binding.watch.start()
     model.ddp.no_sync = binding.watch.no_sync  # type: ignore[method-assign]
     return binding
-
-
-def _build(running: Running, model: Model, *, native: bool) -> Binding:
-    """Makes the hook after all ranks have agreed."""
-    config = running.config
-    hook = _native.BucketHook(
-        engine=running.engine, parameters=running.tensors(), group_name=running.group_name
-    )
-    chooser = None
-    if config.chooses and not config.disabled and running.world_size > 1:
-        chooser = Chooser(running)
-        chooser.start(hook)
-    handover = None
-    if config.momentum and config.warmup_steps and running.engine and running.world_size > 1:
-        handover = MomentumHandover(running)
-        handover.start(hook)
-    watch = ModelWatch(model, running, hook, native=native)
-    return Binding(running, hook, chooser, model.reference, handover, watch)
 
 
 def _register(model: Model, binding: Binding, *, native: bool) -> None:

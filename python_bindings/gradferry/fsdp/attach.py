@@ -13,15 +13,7 @@ from gradferry import _native
 from gradferry.averaging.advice import warn_about_rules, watch_optimizer
 from gradferry.averaging.running import Running, propose
 from gradferry.averaging.start import start
-from gradferry.core.agreement import (
-    Record,
-    error_record,
-    gather_records,
-    interrupts_told,
-    on_all_ranks,
-    raise_first_error,
-    rendezvous_place,
-)
+from gradferry.core.agreement import Record, interrupts_told, on_all_ranks, rendezvous_place
 from gradferry.core.config import Config
 from gradferry.core.names import first_of
 from gradferry.core.options import SHARDED_DEFAULTS, ShardedOptions, takes_options
@@ -29,25 +21,27 @@ from gradferry.core.rendezvous import meet, patience, world_ranks
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, EchoError, GradferryError
 from gradferry.fsdp.choice import Choice, choose
-from gradferry.fsdp.gathers import GatherHook, Gathers, Settled
 from gradferry.fsdp.hooks import (
-    GradientHook,
+    AllGather,
+    Exchange,
     ModuleHook,
-    Passes,
-    ReduceScatterHook,
+    ReduceScatter,
     ReplicaGroup,
-    ReplicaHook,
+    Replicas,
+    Settled,
 )
 from gradferry.fsdp.model import (
     Shard,
     ShardedModule,
     expect_values,
+    is_own,
     sharded_modules,
     unsharded_parameters,
 )
-from gradferry.fsdp.state import ALL_GATHER, REDUCE_SCATTER, REPLICAS, Attached, ShardedState
+from gradferry.fsdp.state import ShardedState
 from gradferry.fsdp.watch import Guard, watch
 
+_ATTACH = "call attach"
 _RECOVERY_HINT = (
     "This model is finished, on all ranks, since FSDP2 does not recover from a pass that failed. "
     "To go on, build and shard a new one, attach, and load the last checkpoint."
@@ -125,13 +119,12 @@ def attach(
     end, or for the timeout of its group.
     """
     modules = sharded_modules(model)
-    attached: list[Attached] = []
+    attached: list[Exchange] = []
     try:
         _begin(model, codec, options, modules, attached)
     except BaseException:
         attached.clear()  # otherwise the traceback would keep the connections alive
         raise
-    _connect(attached)
     state = ShardedState(attached, modules)
     _finish(model, modules, attached)
     return state
@@ -142,81 +135,51 @@ def _begin(
     codec: str,
     options: Mapping[str, Any],
     modules: Sequence[ShardedModule],
-    attached: list[Attached],
+    attached: list[Exchange],
 ) -> None:
     """Connects all ranks, and adds the exchanges to `attached`, that of replicas first."""
     shard_group, replica_group = modules[0].shard_group, modules[0].replica_group
     device = modules[0].device
+    chosen: list[Choice] = []
 
-    def begin_within() -> Choice:
-        chosen: list[Choice] = []
+    def choose_here() -> Record:
+        _check_modules(modules)
+        chosen.append(choose(codec, options, modules, averages=replica_group is not None))
+        return chosen[0].record()
 
-        def choose_here() -> Record:
-            _check_modules(modules)
-            averages = replica_group is not None
-            chosen.append(choose(codec, options, modules, averages=averages))
-            return chosen[0].record()
-
+    def begin_within() -> None:
         if shard_group is None:
             choose_here()
-        else:
-            longest = patience(shard_group, rendezvous_place(shard_group, device))
-            meet(shard_group, longest, "call attach")
-            on_all_ranks(choose_here, shard_group, device, alike=True)
-            if chosen[0].reduce_scatter is not None:
-                attached.append(_reduce_scatter(chosen[0].reduce_scatter, shard_group, modules))
-            if chosen[0].all_gather is not None:
-                attached.append(_all_gather(chosen[0].all_gather, shard_group, modules))
-        return chosen[0]
+            return
+        meet(shard_group, patience(shard_group, rendezvous_place(shard_group, device)), _ATTACH)
+        on_all_ranks(choose_here, shard_group, device, alike=True)
+        if (config := chosen[0].reduce_scatter) is not None:
+            attached.append(_within(ReduceScatter, config, shard_group, modules))
+        if (config := chosen[0].all_gather) is not None:
+            attached.append(_within(AllGather, config, shard_group, modules))
 
     if replica_group is None:
         begin_within()
-    else:
-        own: Exception | None = None
-        try:
-            choice = begin_within()
-        except GradferryError as error:  # which all ranks of the shard group have, but no replica
-            own = error
-
-        def configuration() -> tuple[Config, Record]:
-            if own is not None:
-                raise own
-            assert choice.replicas is not None
-            return choice.replicas, {**choice.record(), **_values(model)}
-
-        attached.insert(0, _averages(configuration, replica_group, modules))
-
-
-def _connect(attached: Sequence[Attached]) -> None:
-    """Lets the other exchanges know of errors in gathers."""
-    gathers = next((each.gathers for each in attached if each.gathers is not None), None)
-    if gathers is None:
         return
-    averaging = [each for each in attached if each.averages]
-    gathers.others = [each.running for each in averaging]
-    for hook in (hook for each in averaging for hook in each.hooks):
-        if isinstance(hook, ReduceScatterHook):
-            hook.settle = gathers.settle
-
-
-def _averages(
-    configuration: Callable[[], tuple[Config, Record]],
-    group: dist.ProcessGroup,
-    modules: Sequence[ShardedModule],
-) -> Attached:
-    shards = [shard for module in modules for shard in module.shards]
-    shard_group = modules[0].shard_group
-    rank, size = (0, 1) if shard_group is None else (shard_group.rank(), shard_group.size())
-    part = f"shard_{rank}_of_{size}{shards[0].place_in_mesh()}"
+    own: Exception | None = None
+    try:
+        begin_within()
+    except GradferryError as error:  # which all ranks of the shard group have, but no replica
+        own = error
 
     def propose_here() -> Running:
-        config, record = configuration()
-        owned = [(shard, None) for shard in shards]
-        return _propose(config, group, modules, {"shard": part, **record}, owned)
+        if own is not None:
+            raise own
+        (choice,) = chosen
+        assert choice.replicas is not None
+        record = {"shard": part, **choice.record(), **_values(model)}
+        owned = [(shard, None) for module in modules for shard in module.shards]
+        return _propose(choice.replicas, replica_group, modules, record, owned)
 
-    running = _known_within(modules, lambda: _start(group, modules, propose_here))
-    hooks = _gradient_hooks(ReplicaHook, running, modules)
-    return Attached(REPLICAS, running, hooks, part)
+    rank, size = (0, 1) if shard_group is None else (shard_group.rank(), shard_group.size())
+    part = f"shard_{rank}_of_{size}{modules[0].place_in_mesh()}"
+    running = _known_within(modules, lambda: _start(replica_group, modules, propose_here))
+    attached.insert(0, Replicas(running, modules, part))
 
 
 def _known_within(modules: Sequence[ShardedModule], act: Callable[[], Running]) -> Running:
@@ -226,6 +189,11 @@ def _known_within(modules: Sequence[ShardedModule], act: Callable[[], Running]) 
         return act()
     made: list[Running] = []
     own: Exception | None = None
+
+    def tell() -> None:
+        if own is not None:
+            raise own
+
     try:
         with interrupts_told(group):
             try:
@@ -233,8 +201,7 @@ def _known_within(modules: Sequence[ShardedModule], act: Callable[[], Running]) 
             except Exception as error:
                 own = error
             meet(group, patience(group, rendezvous_place(group, device)), "attach")
-            records = gather_records({} if own is None else error_record(own), group, device)
-        raise_first_error(records, group)
+        on_all_ranks(tell, group, device)
     except BaseException as error:
         made.clear()  # otherwise the traceback would keep the connections alive
         if own is None or isinstance(own, EchoError) or not isinstance(error, GradferryError):
@@ -243,61 +210,39 @@ def _known_within(modules: Sequence[ShardedModule], act: Callable[[], Running]) 
     return made[0]
 
 
-def _reduce_scatter(
-    config: Config, group: dist.ProcessGroup, modules: Sequence[ShardedModule]
-) -> Attached:
-    def expect_free(module: ShardedModule) -> list[Shard]:
-        _expect_free(module, "a reduce-scatter", module.reduce_scatter)
-        return module.shards
-
-    running = _start_within(config, group, modules, expect_free, "reduce_scatter")
-    hooks = _gradient_hooks(ReduceScatterHook, running, modules)
-    part = f"group_of_rank_{min(world_ranks(group))}"
-    return Attached(REDUCE_SCATTER, running, hooks, part)
-
-
-def _all_gather(
-    config: Config, group: dist.ProcessGroup, modules: Sequence[ShardedModule]
-) -> Attached:
-    def expect_free(module: ShardedModule) -> list[Shard]:
-        _expect_free(module, "an all-gather", module.all_gather)
-        return module.gathered
-
-    running = _start_within(config, group, modules, expect_free, "all_gather")
-    calls = _calls_of(running)
-    gathers = Gathers(running)
-    hooks, first = [], 0
-    for number, module in enumerate(modules):
-        hooks.append(GatherHook(running, module, number, calls, gathers, first))
-        first += len(module.gathered) * running.world_size
-    return Attached(ALL_GATHER, running, hooks, None, gathers)
-
-
-def _start_within(
-    config: Config,
-    group: dist.ProcessGroup,
-    modules: Sequence[ShardedModule],
-    shards_of: Callable[[ShardedModule], list[Shard]],
-    collective: str,
-) -> Running:
+def _within(
+    kind: type[Exchange], config: Config, group: dist.ProcessGroup, modules: Sequence[ShardedModule]
+) -> Exchange:
     """Starts an exchange of the shard group, with shards in the order of FSDP2: those of the first
     rank of a module, then those of the second.
     """
 
     def propose_here() -> Running:
-        ranks = range(dist.get_world_size(group))
-        shards = [(shards_of(module), rank) for module in modules for rank in ranks]
-        owned = [(shard, rank) for some, rank in shards for shard in some]
-        return _propose(config, group, modules, {}, owned, collective)
+        for module in modules:
+            found = getattr(module, kind.slot)
+            if isinstance(found, (ModuleHook, Settled)):
+                raise _attached_already(module)
+            if not is_own(found):
+                raise ConfigError(
+                    f"the {kind.what} of {module.name!r} is not FSDP2's own, but {found!r}; FSDP2 "
+                    "takes one, so leave out the other"
+                )
+        owned = [
+            (shard, rank)
+            for module in modules
+            for rank in range(dist.get_world_size(group))
+            for shard in (module.shards if kind.averages else module.gathered)
+        ]
+        return _propose(config, group, modules, {}, owned, kind.name)
 
-    return _start(group, modules, propose_here)
+    part = f"group_of_rank_{min(world_ranks(group))}" if kind.averages else None
+    return kind(_start(group, modules, propose_here), modules, part)
 
 
 def _start(
     group: dist.ProcessGroup, modules: Sequence[ShardedModule], propose_here: Callable[[], Running]
 ) -> Running:
-    device = modules[0].device
-    return start(group, device, propose_here, lambda running: running, purpose="call attach")
+    return start(group, modules[0].device, propose_here, lambda running: running, purpose=_ATTACH)
 
 
 def _propose(
@@ -312,18 +257,17 @@ def _propose(
     rank that gets its mean, or has it; None: all ranks do.
     """
     device, rank = modules[0].device, dist.get_rank(group)
-    record = {
-        **record,
-        "way in": "FSDP2",
-        "modules": [[module.name, len(module.shards)] for module in modules],
-    }
-    averages = collective != "all_gather"  # what optimizers step is not what is gathered
+    averages = collective != AllGather.name  # what optimizers step is not what is gathered
     return propose(
         config,
         group,
         device,
         [(shard.name, shard.placeholder(device)) for shard, _ in owned],
-        record,
+        {
+            **record,
+            "way in": "FSDP2",
+            "modules": [[module.name, len(module.shards)] for module in modules],
+        },
         _RECOVERY_HINT,
         known_as=[
             shard.parameter if averages and own in (None, rank) else None for shard, own in owned
@@ -347,27 +291,15 @@ def _values(model: nn.Module) -> Record:
     }
 
 
-def _calls_of(running: Running) -> _native.AllReducer | None:
-    return None if running.engine is None else _native.AllReducer(engine=running.engine)
-
-
-def _gradient_hooks(
-    kind: type[GradientHook], running: Running, modules: Sequence[ShardedModule]
-) -> list[ModuleHook]:
-    calls = _calls_of(running)
-    passes = Passes(running, modules, kind.num_parts(running.world_size))
-    return [kind(running, each, number, calls, passes) for number, each in enumerate(modules)]
-
-
 def _finish(
-    model: nn.Module, modules: Sequence[ShardedModule], attached: Sequence[Attached]
+    model: nn.Module, modules: Sequence[ShardedModule], attached: Sequence[Exchange]
 ) -> None:
     """After all ranks have started: sets the hooks, watches optimizers and later passes, warns."""
     for each in attached:
-        for hook in each.hooks:
-            hook.set()
-        if each.gathers is not None:
-            each.gathers.watch(model)
+        each.set_hooks()
+        if isinstance(each, AllGather):
+            each.connect([other for other in attached if other.averages])
+            model.register_forward_hook(lambda *_, gathers=each: gathers.settle())
     apart = list(unsharded_parameters(model, modules))
     watch(model, Guard(modules, attached, apart))
     for each in attached:
@@ -398,13 +330,3 @@ def _check_modules(modules: Sequence[ShardedModule]) -> None:
 
 def _attached_already(module: ShardedModule) -> ConfigError:
     return ConfigError(f"gradferry is attached to this model already, at {module.name!r}")
-
-
-def _expect_free(module: ShardedModule, what: str, found: object) -> None:
-    if isinstance(found, (ModuleHook, Settled)):
-        raise _attached_already(module)
-    if found is not None:
-        raise ConfigError(
-            f"{module.name!r} already has {what} that is not FSDP2's own, {found!r}; FSDP2 takes "
-            "one, so leave out the other"
-        )

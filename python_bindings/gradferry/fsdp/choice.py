@@ -41,7 +41,8 @@ class Choice:
         }
         codecs = {name: None if each is None else str(each.codec) for name, each in configs.items()}
         keeps = self.all_gather is not None and self.all_gather.keep_gathered
-        return {**codecs, "keep_gathered": keeps}
+        options = {} if self.replicas is None else self.replicas.record()
+        return {**codecs, "keep_gathered": keeps, **options}
 
 
 def choose(
@@ -67,6 +68,10 @@ def choose(
         scatter = codec  # "off" counts steps, and passes through
     if gather == AUTO:
         gather = OFF if averages or alone or codec == OFF else "q8"
+    if averages and alone and not leaves_scatter:
+        raise ConfigError(
+            f"reduce_scatter={scatter!r}: the model is replicated, not sharded; leave it out"
+        )
     choice = Choice(
         replicas=_config(codec, asked) if averages else None,
         reduce_scatter=None if leaves_scatter else _scattering(scatter, asked, own, modules),
@@ -117,10 +122,6 @@ def _scattering(
     codec: str, asked: Mapping[str, Any], own: Mapping[str, Any], modules: Sequence[ShardedModule]
 ) -> Config:
     feedback = own["scatter_feedback"]
-    if modules[0].shard_group is None:
-        raise ConfigError(
-            f"reduce_scatter={codec!r}: the model is replicated, not sharded; leave it out"
-        )
     if feedback not in _FEEDBACK:
         raise ConfigError(
             f"scatter_feedback={feedback!r}: means are not encoded in a reduce-scatter, so that "

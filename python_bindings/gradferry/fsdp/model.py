@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +26,12 @@ class Shard:
         parameter: as optimizers have it: a DTensor.
         size: of the part, with the padding that makes the parts of all ranks equal.
         dtype: in which gradients are reduced, or the parameter is gathered.
-        is_replicated: whether others have the same part, in replicas of the model.
     """
 
     name: str
     parameter: nn.Parameter
     size: torch.Size
     dtype: torch.dtype
-    is_replicated: bool = False
 
     def placeholder(self, device: torch.device) -> torch.Tensor:
         """A tensor of this size and dtype that takes the memory of one element."""
@@ -43,14 +41,6 @@ class Shard:
     def whole_size(self) -> int:
         """Number of elements of the whole parameter, without padding; equal on all ranks."""
         return self.parameter.numel()
-
-    def place_in_mesh(self) -> str:
-        """This rank's place in what all replicas have alike, if tensor parallelism also divides
-        parameters; else empty.
-        """
-        mesh = self.parameter.device_mesh  # type: ignore[attr-defined]
-        place = mesh.get_coordinate()[self.is_replicated :]  # the first dimension is the replicas'
-        return "_at_" + "_".join(map(str, place)) if len(place) > 1 else ""
 
     def values(self) -> torch.Tensor:
         """What this rank has of the parameter now. FSDP2 may replace this tensor."""
@@ -80,8 +70,7 @@ class ShardedModule:
 
         def shard(each: Any, dtype: torch.dtype) -> Shard:
             size, parameter = each.padded_sharded_param_size, each.sharded_param
-            replicated = self.replica_group is not None
-            return Shard(_name(each, names), parameter, size, dtype, replicated)
+            return Shard(_name(each, names), parameter, size, dtype)
 
         self.shards = [shard(each, dtype) for each in self._trained.values()]
         self.gathered = [shard(each, _gather_dtype(each)) for each in group.fsdp_params]
@@ -121,6 +110,14 @@ class ShardedModule:
         info.replicate_process_group = group
         self._param_group().mesh_info = info
 
+    def place_in_mesh(self) -> str:
+        """This rank's place in what all replicas have alike, if tensor parallelism also divides
+        parameters; else empty.
+        """
+        mesh: Any = self.gathered[0].parameter.device_mesh  # type: ignore[attr-defined]
+        place = mesh.get_coordinate()[self.replica_group is not None :]  # they are the first
+        return "_at_" + "_".join(map(str, place)) if len(place) > 1 else ""
+
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The shard group and the replica group, as far as there are."""
@@ -135,9 +132,8 @@ class ShardedModule:
 
     @property
     def reduce_scatter(self) -> Any:
-        """What was set by ``set_custom_reduce_scatter`` or a method like it; None: nothing."""
-        found = self._param_group()._reduce_scatter_comm
-        return None if type(found).__name__ == "DefaultReduceScatter" else found
+        """What reduces gradients: FSDP2's own, or what ``set_custom_reduce_scatter`` has set."""
+        return self._param_group()._reduce_scatter_comm
 
     @reduce_scatter.setter
     def reduce_scatter(self, comm: Any) -> None:
@@ -145,17 +141,7 @@ class ShardedModule:
 
     @property
     def all_gather(self) -> Any:
-        """What was set by ``set_custom_all_gather`` or a method like it; None: nothing."""
-        found = self._all_gather_comm
-        return None if type(found).__name__ == "DefaultAllGather" else found
-
-    def replace_all_gather(self, comm: Any) -> Any:
-        """Sets what gathers parameters. Returns what did so before."""
-        before, self._param_group()._all_gather_comm = self._all_gather_comm, comm
-        return before
-
-    @property
-    def _all_gather_comm(self) -> Any:
+        """What gathers parameters: FSDP2's own, or what ``set_custom_all_gather`` has set."""
         group = self._param_group()
         if not hasattr(group, "_all_gather_comm"):
             raise ConfigError(
@@ -163,6 +149,10 @@ class ShardedModule:
                 "all-gather needs; use torch 2.11 or later, or all_gather='off'"
             )
         return group._all_gather_comm
+
+    @all_gather.setter
+    def all_gather(self, comm: Any) -> None:
+        self._param_group()._all_gather_comm = comm
 
     @property
     def gathers_for(self) -> str:
@@ -237,11 +227,6 @@ class ShardedModule:
                     "all_gather='off'"
                 )
 
-    def wrap_reduce_scatter(self, wrap: Callable[[Any], Any]) -> None:
-        """Replaces what reduces gradients by what `wrap` makes of it."""
-        group = self._param_group()
-        group._reduce_scatter_comm = wrap(group._reduce_scatter_comm)
-
     def order(self) -> list[int]:
         """The order of the `shards` in what is reduced, as FSDP2 settles in the first forward."""
         group = self._param_group()
@@ -280,6 +265,11 @@ class ShardedModule:
         group = self._group()
         assert group is not None  # it holds the hook that asks
         return group
+
+
+def is_own(comm: Any) -> bool:
+    """Whether FSDP2 has made it: nobody has set another."""
+    return type(comm).__name__ in ("DefaultReduceScatter", "DefaultAllGather")
 
 
 def expect_values(name: str, parameter: torch.Tensor) -> None:

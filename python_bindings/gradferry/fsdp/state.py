@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 from gradferry.averaging import saved_state, step_numbers
@@ -13,11 +12,9 @@ from gradferry.averaging.handle import Averaging
 from gradferry.averaging.running import Running
 from gradferry.averaging.step_numbers import Stats
 from gradferry.errors import StateError
-from gradferry.fsdp.gathers import Gathers
-from gradferry.fsdp.hooks import GradientHook, ModuleHook, synced_passes
+from gradferry.fsdp.hooks import AllGather, Exchange, Gradients
 from gradferry.fsdp.model import ShardedModule
 
-REPLICAS, REDUCE_SCATTER, ALL_GATHER = "replicas", "reduce_scatter", "all_gather"
 # Counters of stats() that add up over exchanges.
 _ADDED = (
     *step_numbers.SUMS,
@@ -27,47 +24,6 @@ _ADDED = (
     "in_flight",
     "host_waits",
 )
-
-
-@dataclass(frozen=True)
-class Attached:
-    """One exchange of a model: its engine, and a hook for each module.
-
-    Attributes:
-        name: "replicas", "reduce_scatter" or "all_gather".
-        running: the configuration and the engine.
-        hooks: by module.
-        part: which of the model this rank's group of ranks has, as the key of its saved state;
-            None: it has none.
-        gathers: of an all-gather, else None.
-    """
-
-    name: str
-    running: Running
-    hooks: Sequence[ModuleHook]
-    part: str | None
-    gathers: Gathers | None = None
-
-    @property
-    def averages(self) -> bool:
-        """Whether it is of gradients."""
-        return self.gathers is None
-
-    @property
-    def rules_option(self) -> str:
-        """The option that gives its rules."""
-        return "rules" if self.averages else "all_gather_rules"
-
-    def passed(self) -> int:
-        """Buckets that took the backend's own collective."""
-        return sum(hook.passed for hook in self.hooks)
-
-    def stats(self) -> dict[str, Any]:
-        """This exchange's part of `ShardedState.stats`."""
-        running = self.running
-        stats = {**running.stats(), "fallbacks": self.passed(), "choice": as_asked(running)}
-        ring_bytes = running.ring_share * float(stats["gradient_bytes"])
-        return {**stats, "ratio": step_numbers.ratio(ring_bytes, stats["wire_bytes"])}
 
 
 class ShardedState(Averaging):
@@ -80,7 +36,7 @@ class ShardedState(Averaging):
     gathered, a pass that gathers them.
     """
 
-    def __init__(self, attached: Sequence[Attached], modules: Sequence[ShardedModule]) -> None:
+    def __init__(self, attached: Sequence[Exchange], modules: Sequence[ShardedModule]) -> None:
         self._attached = tuple(attached)
         self._modules = modules
         self._first = self._attached[0]
@@ -95,10 +51,10 @@ class ShardedState(Averaging):
         return self._first.running
 
     def _passed_buckets(self) -> int:
-        return sum(each.passed() for each in self._attached)
+        return sum(each.passed for each in self._attached)
 
     def _passed_steps(self) -> int:
-        return synced_passes(self._first.hooks)
+        return self._first.passes()
 
     def _ring_bytes(self) -> float:
         runnings = [each.running for each in self._attached]
@@ -119,7 +75,7 @@ class ShardedState(Averaging):
         is not all that FSDP2 has waited for.
         """
         stats = cast("dict[str, Any]", super().stats())
-        exchanges = {each.name: each.stats() for each in self._attached}
+        exchanges = {each.name: _stats_of(each) for each in self._attached}
         stats |= {key: sum(each[key] for each in exchanges.values()) for key in _ADDED}
         stats["ratio"] = step_numbers.ratio(self._ring_bytes(), stats["wire_bytes"])
         return cast(Stats, {**stats, "exchanges": exchanges})
@@ -152,12 +108,12 @@ class ShardedState(Averaging):
             StateError: this is the middle of a pass.
             PeerError: a rank does not call it. The hooks of all ranks have ended.
         """
-        gathers = next((each.gathers for each in self._attached if each.gathers), None)
+        gathers = next((each for each in self._attached if isinstance(each, AllGather)), None)
         if gathers is None:
             yield
             return
         self._expect_outside_of_passes()
-        gathers.meet()
+        gathers.meet("enter exact_gathers()", "enter it on all ranks, or on none")
         self._reshard()
         before, gathers.exact = gathers.exact, True
         try:
@@ -204,20 +160,20 @@ class ShardedState(Averaging):
             StateError: an error has ended the hook, or this is the middle of a step.
         """
         for each in self._attached:
-            if each.gathers is not None:
-                each.gathers.expect_no_fault()
+            if isinstance(each, AllGather):
+                each.settle(on_device=True)
         self._end_broken_pass()
         return {
-            part: saved_state.save(each.running, synced_passes(each.hooks))
+            part: saved_state.save(each.running, each.passes())
             for part, each in self._saved().items()
         }
 
     def _end_broken_pass(self) -> None:
-        for hook in (hook for each in self._attached for hook in each.hooks[:1]):
-            if isinstance(hook, GradientHook):
-                hook.passes.end_broken()
+        for each in self._attached:
+            if isinstance(each, Gradients):
+                each.end_broken()
 
-    def _saved(self) -> dict[str, Attached]:
+    def _saved(self) -> dict[str, Exchange]:
         """The exchanges that have a state, by its key."""
         return {each.part: each for each in self._attached if each.part is not None}
 
@@ -246,8 +202,7 @@ class ShardedState(Averaging):
                 else:
                     others = list(states.values())
                     steps = saved_state.load_of_other_shards(running, others, on_resize)
-                for hook in each.hooks:
-                    hook.count = steps
+                each.counts = [steps] * len(each.counts)
 
     def _states_of(self, part: str, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """The state of a part, or those of all parts of another division of the model."""
@@ -283,3 +238,10 @@ class ShardedState(Averaging):
             own = cast(Stats, {**stats, **stats["exchanges"][each.name]})
             texts.append(f"{each.name}: {describe(each.running, own)}")
         return "\n".join(texts)
+
+
+def _stats_of(exchange: Exchange) -> dict[str, Any]:
+    running = exchange.running
+    stats = {**running.stats(), "fallbacks": exchange.passed, "choice": as_asked(running)}
+    ring_bytes = running.ring_share * float(stats["gradient_bytes"])
+    return {**stats, "ratio": step_numbers.ratio(ring_bytes, stats["wire_bytes"])}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import nn
@@ -15,7 +13,7 @@ from gradferry.averaging.silent_hook import has_gradients_of, watch_hook
 from gradferry.core.agreement import Record, on_all_ranks, rendezvous_place
 from gradferry.core.rendezvous import meet, timeout_of
 from gradferry.errors import GradferryError, StateError
-from gradferry.fsdp.hooks import fail, synced_passes
+from gradferry.fsdp.hooks import AllGather, Exchange, end_all
 from gradferry.fsdp.model import (
     ShardedModule,
     finalizes_by_hand,
@@ -23,18 +21,11 @@ from gradferry.fsdp.model import (
     sharded_modules,
     unsharded_parameters,
 )
-from gradferry.fsdp.state import ALL_GATHER, REDUCE_SCATTER, REPLICAS, Attached
 
 _MOVED = (
     "FSDP2 and gradferry go on with what they have settled; move it back before the next pass, or "
     "shard and attach a new model"
 )
-_NAMES = {
-    REPLICAS: "group of replicas",
-    REDUCE_SCATTER: "reduce-scatter",
-    ALL_GATHER: "all-gather",
-}
-
 _NOT_CALLED = (
     "compressed: FSDP2 calls its hooks after loss.backward() of a forward pass through the model "
     "that gradferry was attached to"
@@ -45,17 +36,11 @@ def watch(model: nn.Module, guard: Guard) -> None:
     """Watches a model, which has its hooks, for as long as it lives."""
     # Before FSDP2's own hook, which communicates.
     model.register_forward_pre_hook(guard, prepend=True)
-    index = guard.running.index
-    weak = weakref.ref(guard)  # it refers to the model, which has it for life
-
-    def alive() -> Guard:
-        guard = weak()
-        assert guard is not None
-        return guard
-
+    index = guard.attached[0].running.index
+    alive = weakref.proxy(guard)  # it refers to the model, which has it for life
     watch_hook(
         model,
-        passes=lambda: alive().passes(),
+        passes=lambda: int(alive.passes()),
         trains=lambda optimizer: has_gradients_of(optimizer, index),
         explain=lambda: _NOT_CALLED,
     )
@@ -79,11 +64,12 @@ class Guard:
     """
 
     modules: Sequence[ShardedModule]
-    attached: Sequence[Attached]
+    attached: Sequence[Exchange]
     apart: Sequence[str]
 
     def __post_init__(self) -> None:
-        self.running = running = self.attached[0].running
+        self._first = self.attached[0]
+        running = self._first.running
         self._every = running.config.check_every if running.engine is not None else 0
         self._compared: Sequence[bool | int] | None = None
         self._checks = 0
@@ -95,23 +81,27 @@ class Guard:
         look(model)
 
     def _look(self, model: nn.Module) -> None:
-        # Gathers first: an error there ends the others.
-        for each in sorted(self.attached, key=lambda each: each.averages):
+        try:
+            self._expect_unchanged(model)
+        except GradferryError as error:  # for messages of all exchanges other ranks may wait
+            text, rank = str(error), self._first.running.world_rank
+            told = text if text.startswith("rank") else f"rank {rank}: {text}"
+            end_all([each.running for each in self.attached], told)
+            raise
+
+    def _expect_unchanged(self, model: nn.Module) -> None:
+        for each in sorted(self.attached, key=lambda each: each.averages):  # as all ranks do
             if each.running.engine is not None:
                 each.running.engine.expect_alive()
-                if each.gathers is None:
-                    self._expect_set(each)
-                else:
-                    each.gathers.end_others_after(partial(self._expect_set, each))
+                each.expect_set()
         if finalizes_by_hand(model):
-            fail(
-                self.running,
+            raise StateError(
                 "set_manual_backward_finalization(True) reduces gradients after the backward pass, "
-                "where no hook is called for it; leave it out",
+                "where no hook is called for it; leave it out"
             )
         for module in self.modules:
             if move := module.move():
-                self._end(f"{move} at attach, in {module.name!r}: {_MOVED}")
+                raise StateError(f"{move} at attach, in {module.name!r}: {_MOVED}")
         resharding = [module.resharding for module in self.modules]
         if self._compared != resharding:
             self._compare(model)
@@ -120,22 +110,6 @@ class Guard:
         if checks != self._checks:
             self._checks = checks
             self._check_parameters(model)
-
-    def _expect_set(self, attached: Attached) -> None:
-        for module, hook in zip(self.modules, attached.hooks, strict=True):
-            if not hook.is_set():
-                fail(
-                    attached.running,
-                    f"{module.name!r} was given another {_NAMES[attached.name]} after attach; "
-                    "FSDP2 takes one, so leave it out",
-                )
-
-    def _end(self, message: str) -> NoReturn:
-        """Ends the hooks of all exchanges, and so of all ranks."""
-        for each in self.attached[1:]:
-            if each.running.engine is not None:
-                each.running.engine.fail(f"rank {each.running.world_rank}: {message}")
-        fail(self.running, message)
 
     def _compare(self, model: nn.Module) -> None:
         """Has all ranks of the shard group raise where they differ, or one cannot go on."""
@@ -152,26 +126,24 @@ class Guard:
             return {key: value for each in self.modules for key, value in each.settled().items()}
 
         group, device = self.modules[0].groups[0], self.modules[0].device
-        longest = 0.9 * timeout_of(group, rendezvous_place(group, device))
-        try:
-            meet(group, longest, "begin this forward pass as others do")
-            on_all_ranks(settled_here, group, device, alike=True)
-        except GradferryError as error:
-            for each in self.attached:
-                if each.running.engine is not None:
-                    each.running.engine.fail(str(error).splitlines()[0])
-            raise
+        purpose = "begin this forward pass as others do"
+        for each in self.attached:
+            if isinstance(each, AllGather):
+                each.meet(purpose, "set reshard_after_forward alike on all ranks")
+                break
+        else:
+            meet(group, 0.9 * timeout_of(group, rendezvous_place(group, device)), purpose)
+        on_all_ranks(settled_here, group, device, alike=True)
 
     def _check_parameters(self, model: nn.Module) -> None:
         for name in unsharded_parameters(model, self.modules):
             if name not in self.apart:
-                fail(
-                    self.running,
+                raise StateError(
                     f"parameter {name!r} was added, or unfrozen, after attach, and FSDP2 does not "
                     "reduce its gradient; call fully_shard on the whole model after the last "
-                    "change to it, and then attach",
+                    "change to it, and then attach"
                 )
 
     def passes(self) -> int:
         """Synced backward passes so far."""
-        return synced_passes(self.attached[0].hooks)
+        return self._first.passes()
