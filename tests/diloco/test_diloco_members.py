@@ -1,9 +1,14 @@
-"""Ranks of DiLoCo that are lost around an average or in a rejoin, and ranks that come."""
+"""Ranks of DiLoCo that are lost around an average or in a rejoin, and ranks that come. Averages and
+residuals are exact.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,14 +20,98 @@ import torch
 import torch.distributed as dist
 from gradferry import diloco
 from gradferry.averaging import global_parameters
-from members import Alone, die, dying_inside, mean_of, run_until_lost
+from gradferry.diloco import _OuterReducer
+from on_ranks import on_ranks
 from outcomes import attempt
 from own_groups import own_group
-from reducing import same
-from training_alone import are_equal, of_all, summed
-from world import World
+from saved import same
+from torch import nn
+from training_alone import are_equal, of_all, residuals, still, summed
+from world import World, WorldError
 
-Worlds = Callable[[int], World]
+SHAPE = (96, 128)  # three tiles, so that three ranks own one
+
+
+class Alone:
+    """A model that moves as a test says, under DiLoCo. The outer optimizer adds up averages."""
+
+    def __init__(
+        self, codec: str, group: dist.ProcessGroup | None, start: float = 0.0, nodes: Any = "auto"
+    ) -> None:
+        self.model = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
+        nn.init.constant_(self.model.weight, start)
+        self.number = dist.get_rank()  # which stays, whatever process groups come
+        self.optimizer = still(self.model)
+        self.diloco = gradferry.DiLoCo(
+            self.model,
+            self.optimizer,
+            sync_every=1,
+            codec=codec,
+            outer=lambda common: torch.optim.SGD(common, lr=1.0),
+            group=group,
+            nodes=nodes,
+        )
+        self.diloco.outer.register_step_pre_hook(self._keep_average)
+
+    def _keep_average(self, outer: torch.optim.Optimizer, *_: object) -> None:
+        self._average = outer.param_groups[0]["params"][0].grad.double()
+
+    def step(self, number: int) -> None:
+        """Moves by minus `change(rank, number)`: an outer step."""
+        self.model.weight.grad = change(self.number, number)
+        self.optimizer.step()
+
+    def applied(self) -> torch.Tensor:
+        """The average of the last outer step."""
+        return self._average
+
+    def withheld(self) -> torch.Tensor:
+        """This rank's part of what the averages of all lack: worker / W + owner."""
+        saved = self.diloco.state_dict()["reducer"]
+        worker, owner = residuals(saved, self.diloco._reducer._started.tiles())
+        return (worker / saved["world_size"] + owner).view(SHAPE)
+
+
+def change(rank: int, number: int) -> torch.Tensor:
+    """Integers times 2^-8, of which fp32 holds sums and means over 2 and 4 ranks exactly."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randint(-500, 500, SHAPE, generator=generator) * 2.0**-8
+
+
+def mean_of(ranks: list[int], number: int) -> torch.Tensor:
+    return torch.stack([change(rank, number).double() for rank in ranks]).mean(0)
+
+
+def die(*_: object, **__: object) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+@contextlib.contextmanager
+def dying_inside() -> Iterator[None]:
+    """An average of this rank sends to the others, and ends before they have all."""
+
+    def send_and_die(reducer: gradferry.Reducer, tensors: Any) -> None:
+        gradferry.Reducer.all_reduce(reducer, tensors, async_op=True)
+        die()
+
+    with mock.patch.object(_OuterReducer, "all_reduce", send_and_die):
+        yield
+
+
+def run_until_lost(
+    lost: list[int], case: Callable[..., None], /, size: int = 4, **how: Any
+) -> None:
+    """Runs a case in which exactly these ranks are killed, and the others return."""
+    world = World(size)
+    try:
+        with pytest.raises(WorldError) as raised:
+            world.run(case, **how)
+    finally:
+        world.stop()
+    rows = [line for line in str(raised.value).splitlines() if line.startswith("rank ")]
+    assert rows == [f"rank {rank}: process ended with code -9" for rank in lost], raised.value
+
 
 # Ranks that come to a rejoin wait half as long for one that has ended before they heard of it.
 GROUP_TIMEOUT = timedelta(seconds=10)
@@ -200,7 +289,9 @@ FAILURES: dict[str, tuple[Callable[[Alone], None], str | None, str]] = {
 }
 
 
-def case_alone(how: str) -> None:
+@pytest.mark.parametrize("how", FAILURES)
+@on_ranks(3)
+def test_ranks_end_a_step_that_one_of_them_cannot(how: str) -> None:
     """The average of all is there, and one of three ranks cannot end the outer step."""
     rank, group, everybody = dist.get_rank(), dist.new_group(), dist.new_group()
     fail, theirs, mine = FAILURES[how]
@@ -221,11 +312,6 @@ def case_alone(how: str) -> None:
     gap = alone.applied() + sums[1] - sums[0] - mean_of([0, 1, 2], 1)
     # A mean over 3 is rounded to fp32 once, at 2^-24 of at most 2, and so is what fold divides.
     assert gap.abs().max() <= 4 * 2.0**-23
-
-
-@pytest.mark.parametrize("how", FAILURES)
-def test_ranks_end_a_step_that_one_of_them_cannot(worlds: Worlds, how: str) -> None:
-    worlds(3).run(case_alone, how=how)
 
 
 # --- lost in a rejoin -----------------------------------------------------------------------------
@@ -315,7 +401,8 @@ def test_a_newcomer_that_ends_keeps_nobody_out() -> None:
 # --- others than before ---------------------------------------------------------------------------
 
 
-def case_apart() -> None:
+@on_ranks(2)
+def test_ranks_with_different_pasts_go_on_with_one() -> None:
     """Ranks took one outer step each, without each other: the first of them stays."""
     mine = dist.get_rank()
     groups = [dist.new_group([rank]) for rank in range(2)]
@@ -332,11 +419,8 @@ def case_apart() -> None:
     alone.step(1)
 
 
-def test_ranks_with_different_pasts_go_on_with_one(worlds: Worlds) -> None:
-    worlds(2).run(case_apart)
-
-
-def case_diverged() -> None:
+@on_ranks(2)
+def test_ranks_that_differ_after_one_outer_step_are_named() -> None:
     alone, again = Alone("q4", None), dist.new_group()
     alone.step(0)
     if dist.get_rank() == 1:
@@ -347,26 +431,18 @@ def case_diverged() -> None:
     assert "the global parameter 'weight' of rank 1 differs from that of rank 0" in outcome.text
 
 
-def test_ranks_that_differ_after_one_outer_step_are_named(worlds: Worlds) -> None:
-    worlds(2).run(case_diverged)
-
-
-def case_two_levels() -> list[int]:
+@on_ranks(4)
+def test_what_a_node_has_withheld_is_dropped_with_a_warning() -> None:
     """Ranks of a node withhold for each other: without one of them they begin anew."""
     rank, left = dist.get_rank(), dist.new_group([0, 1])
     alone = Alone("q4", None, nodes=2)
     alone.step(0)
     if rank > 1:
-        return []
+        return
     with pytest.warns(gradferry.GradferryWarning, match="has withheld is dropped"):
         alone.diloco.rejoin(left)
     slot = alone.diloco.state_dict()["reducer"][f"slot_{rank}"]
     assert not slot["worker"].any()
     assert not slot["owner"].any()
     alone.step(1)
-    return alone.diloco._global.hashes()
-
-
-def test_what_a_node_has_withheld_is_dropped_with_a_warning(worlds: Worlds) -> None:
-    answers = worlds(4).run(case_two_levels)
-    assert answers[0] == answers[1] != []
+    assert are_equal(of_all(alone.diloco._global.hashes(), left))

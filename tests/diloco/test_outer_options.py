@@ -96,28 +96,6 @@ def optimizer_with(**options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [parameter], **options}], lr=0.5)
 
 
-OPTIONS: dict[str, Any] = {
-    "none": None,
-    "flag": True,
-    "whole": 3,
-    "number": 0.1,
-    "no bound": float("inf"),
-    "whole number in fp": 1.0,
-    "text": "exact",
-    "list": [1, (2.0, None)],
-    "named": {"tensor": [1], "tuple": (0.9, torch.tensor(0.95))},
-    "half": torch.tensor([0.1, 3e-5], dtype=torch.bfloat16),
-    "mask": torch.tensor([[True, False]]),
-    "far": torch.tensor(2**62 + 1),
-}
-
-
-def test_options_have_their_values_and_types() -> None:
-    there, here = optimizer_with(**OPTIONS), optimizer_with(none=1)
-    unpack(pack(there), here)
-    assert described(here.param_groups[0]) == described(there.param_groups[0])
-
-
 def test_tensors_stay_the_same_objects_which_schedules_hold() -> None:
     one, other = (optimizer_with(rate=torch.tensor(rate), mine=object()) for rate in (0.5, 0.25))
     rate, mine = (one.param_groups[0][key] for key in ("rate", "mine"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from outcomes import Outcome, attempt
-from reducing import same
+from saved import same
 from scenario import Run, Scenario, Weight
 from stepping import flip_last_bit
 from streaming import DEVICES, SCENARIO

@@ -116,15 +116,6 @@ def test_diloco_averages_changes_with_and_without_a_codec() -> None:
     assert "bytes sent" not in plain
 
 
-def start_parameter_server(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-u", str(EXAMPLES / "parameter_server.py"), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def message_bytes(codec: str, *shape: int) -> int:
     """Of one tensor, by docs/reference/wire_format.md: a header and the payloads of its tiles."""
     whole, rest = divmod(math.prod(shape), TILE_ELEMENTS)
@@ -134,7 +125,8 @@ def message_bytes(codec: str, *shape: int) -> int:
 
 @pytest.mark.torch_core
 def test_parameter_server_keeps_all_copies_equal() -> None:
-    started = start_parameter_server("--steps", "40", "--workers", "2", "--codec", "q4")
+    options = ("--steps", "40", "--workers", "2", "--codec", "q4")
+    (started,) = start("parameter_server.py", *options, ranks=1)
     text, errors = started.communicate(timeout=SECONDS)
     assert started.returncode == 0, errors
     early, late, validation = losses(text)
@@ -149,7 +141,7 @@ def test_parameter_server_keeps_all_copies_equal() -> None:
 
 
 def test_parameter_server_names_a_worker_that_dies_and_ends() -> None:
-    started = start_parameter_server("--steps", "1000000")
+    (started,) = start("parameter_server.py", "--steps", "1000000", ranks=1)
     seen = started.stdout.readline()
     children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
     processes = [  # in the order in which they were started: the server and two workers

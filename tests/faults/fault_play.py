@@ -32,7 +32,6 @@ from fault_rows import (
 )
 from gradferry.averaging import running
 from outcomes import Outcome, attempt
-from reducing import given
 from relays import Relays
 from scenario import (
     LEARNING_RATE,
@@ -41,9 +40,9 @@ from scenario import (
     Scenario,
     expected_gradients,
     hash_of,
-    on_nodes,
 )
 from torch.nn.parallel import DistributedDataParallel
+from ways import ReducerRun
 
 SLOW_SECONDS, DOWN_SECONDS = 2.0, 3.0
 CHILD_SECONDS = 4
@@ -62,29 +61,6 @@ def hashes_of(scenario: Scenario, steps: int) -> list[str]:
             parameter -= LEARNING_RATE * weight.from_flat(gradient)
         hashes.append(hash_of(scenario, parameters))
     return hashes
-
-
-class ReducerRun:
-    """A `Run` with a Reducer in place of DDP and its hook."""
-
-    def __init__(self, scenario: Scenario, group: dist.ProcessGroup) -> None:
-        self.scenario, self.rank = scenario, dist.get_rank(group)
-        self.model = ChosenGradients(scenario)
-        nodes = {"nodes": 1} if scenario.nodes else {}
-        with on_nodes(scenario.nodes):
-            self.state = gradferry.Reducer(
-                self.model.named_parameters(), scenario.codec, group, bucket_cap_mb=0.03, **nodes
-            )
-
-    def step(self, step: int) -> None:
-        averages = given(self.scenario, step)
-        self.state.all_reduce(averages)
-        with torch.no_grad():
-            for p, average in zip(self.model.parameters(), averages, strict=True):
-                p -= LEARNING_RATE * average
-
-    def parameter_hash(self) -> str:
-        return hash_of(self.scenario, list(self.model.parameters()))
 
 
 # --- what happens to the victim -------------------------------------------------------------------

@@ -5,6 +5,7 @@ and on the fake device; kinds of models, and states.
 from __future__ import annotations
 
 import dataclasses
+import random
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,17 +16,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gathering import KINDS, built, targets_of
 from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from reference import ReferenceEngine, ReferenceReduceScatter, scattered_bytes_per_step
 from reference.layout import resolve_codecs, wire_bytes_per_step
 from reference.scalars import narrow, widen
+from saved import same
 from sharded_training import Training, case_load_and_go_on, case_save_and_go_on, gradients_of
-from sharding import RATE, SHAPES, Sharding, attached, bits, in_order, local_gradients, same
+from sharding import RATE, SHAPES, Sharding, attached, bits, in_order, local_gradients
 from stepping import warned
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from watching import in_two_orders
 from world import World
 
@@ -394,88 +396,134 @@ def test_residuals_follow_the_loss_scale_while_modules_have_no_gradient(
 # --- kinds of models -----------------------------------------------------------------------------
 
 
-# Gradients are small whole numbers: sums and their quarter are exact in fp32 in any order.
-WIDTH = 24
-
-
-class Layer(nn.Module):
-    """Two matrices, each times a number of the batch: these numbers are their gradients."""
-
-    def __init__(self, inner: nn.Module | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(37, WIDTH))
-        self.bias = nn.Parameter(torch.ones(WIDTH))
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mine = (self.weight * x).sum() + 3 * (self.bias * x).sum()
-        return mine if self.inner is None else mine + self.inner(2 * x)
-
-
-def plain(mesh: DeviceMesh, **options: Any) -> nn.Module:
-    model = Layer(Layer())
-    for module in (model.inner, model):
-        fully_shard(module, mesh=mesh, **options)
-    return model
-
-
-def offloaded(mesh: DeviceMesh) -> nn.Module:
-    return plain(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
-def nested(mesh: DeviceMesh) -> nn.Module:
-    """Sharded modules in a sharded module, and one between them that is not."""
-    model = Layer(Layer(Layer(Layer())))
-    for module in (model.inner.inner.inner, model.inner, model):
-        fully_shard(module, mesh=mesh)
-    return model
-
-
-def tied(mesh: DeviceMesh) -> nn.Module:
-    model = Layer(Layer(Layer()))
-    model.inner.weight = model.weight
-    fully_shard(model.inner.inner, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def compiled(mesh: DeviceMesh) -> nn.Module:
-    model = plain(mesh)
-    model.compile(backend="eager")
-    return model
-
-
-def compiled_parts(mesh: DeviceMesh) -> nn.Module:
-    model = Layer(Layer())
-    model.inner.compile(backend="eager")
-    for module in (model.inner, model):
-        fully_shard(module, mesh=mesh)
-    return model
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Of two passes, the second one on top of changed parameters."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Of two passes: small whole numbers, whose means are exact."""
     found = {}
     for step in range(2):
-        optimizer.zero_grad()
-        model(torch.full((WIDTH,), 1.0 + step + dist.get_rank())).backward()
-        optimizer.step()
+        model.zero_grad()
+        targets = {
+            part: {name: (1 + step + dist.get_rank()) * each.detach() for name, each in of.items()}
+            for part, of in targets_of(model, torch.float32).items()
+        }
+        model(targets).backward()
         for name, parameter in model.named_parameters():
-            found[f"{name} {step}"] = parameter.grad.to_local().clone()
+            if parameter.requires_grad:
+                found[f"{name} {step}"] = parameter.grad.to_local().clone()
     return found
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize("kind", [plain, offloaded, nested, tied, compiled, compiled_parts])
+@pytest.mark.parametrize("kind", [*KINDS, "one group", "compiled parts"])
 @on_ranks(4)
-def test_kinds_of_models_have_the_gradients_of_fsdp2(kind: Callable[..., nn.Module]) -> None:
-    torch._dynamo.reset()
-    mesh = Sharding().mesh()
-    expected = gradients(kind(mesh))
-    model = kind(mesh)
-    state = gradferry.fsdp.attach(model, "exact")
-    assert same(gradients(model), expected)
+def test_kinds_of_models_have_the_gradients_of_fsdp2(kind: str) -> None:
+    ours, theirs = (built(kind, sharding=Sharding()) for _ in range(2))
+    state = gradferry.fsdp.attach(ours, "exact")
+    assert same(gradients(ours), gradients(theirs))
     assert (state.stats()["steps"], state.stats()["fallbacks"]) == (2, 0)
+
+
+# --- models that are moved, gradients of other dtypes, passes that are broken off -----------------
+
+TWO = Sharding(1, 2, whole=True)
+MOVES: list[Callable[[Any], object]] = [
+    lambda model: model.cpu(),
+    lambda model: model.to("cpu"),
+    lambda model: model.double().float(),
+    lambda model: model.load_state_dict(model.state_dict()),
+    lambda model: model.blocks[1].bfloat16().float(),
+]
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("seed", range(2))
+@on_ranks(2)
+def test_a_model_that_is_moved_and_comes_back_goes_on(seed: int) -> None:
+    """Between steps."""
+    rng, models = random.Random(seed), [attached(TWO, "exact", all_gather="exact")[0], TWO.native()]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.125, momentum=0.5) for each in models]
+    for step in range(5):
+        move = rng.choice(MOVES)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            move(model)
+            TWO.backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert bits(models[0]) == bits(models[1])
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 48, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).abs().sum()
+
+
+def settled(kind: str, *, compressed: bool) -> list[tuple[str, np.ndarray]]:
+    """Gradients of two passes, with their dtypes, or the error of FSDP2: torch 2.11 has some for
+    another grad_dtype than that of the gradients. `kind`: complex, or what parameters get.
+    """
+    sharding = dataclasses.replace(TWO, dtype=torch.bfloat16)
+    if kind == "complex":
+        model: Any = fully_shard(Complex(), mesh=TWO.mesh()["shard"])
+        batch: Any = torch.full((48,), 2.0 + dist.get_rank(), dtype=torch.complex64)
+    else:
+        model, batch = sharding.native(), sharding.targets(0, 0, dist.get_rank())
+        for parameter in model.parameters():
+            parameter.grad_dtype = None if kind == "any" else getattr(torch, kind)
+    if compressed:
+        gradferry.fsdp.attach(model, "exact", all_gather="off")
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        try:
+            model(batch).backward()
+        except RuntimeError as error:
+            return [(str(error), np.zeros(0))]
+        for grad in (p.grad.to_local() for p in in_order(model)):
+            values = torch.view_as_real(grad.to(torch.complex64)).numpy().copy()
+            found.append((str(grad.dtype), values))
+    return found
+
+
+GRAD_DTYPES = ("float32", "bfloat16", "any") if hasattr(torch.Tensor, "grad_dtype") else ()
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("kind", ["complex", *GRAD_DTYPES])
+@on_ranks(2)
+def test_gradients_have_the_dtype_that_fsdp2_settles(kind: str) -> None:
+    assert same(settled(kind, compressed=True), settled(kind, compressed=False))
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="this torch does not recover"
+)
+@pytest.mark.parametrize("seed", range(3))
+@on_ranks(2)
+def test_a_state_can_be_saved_after_fsdp2s_own_recovery(seed: int) -> None:
+    """From an exception in a drawn module."""
+    rng = random.Random(seed)
+    model, state = attached(TWO, "q4", all_gather="exact", scatter_feedback="worker")
+
+    def stop(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    TWO.backward(model, 0)
+    targets = TWO.targets(1, 0, dist.get_rank())
+    part = targets[rng.choice(list(targets))]
+    name = rng.choice(list(part))
+    part[name] = part[name].requires_grad_()
+    part[name].register_hook(stop)
+    with pytest.raises(ArithmeticError):
+        model(targets).backward()
+    model.reset_iter_state()
+    before = next(iter(state.state_dict().values()))["steps"]
+    assert before in (1, 2)
+    state.load_state_dict(state.state_dict())
+    TWO.backward(model, 2)
+    assert next(iter(state.state_dict().values()))["steps"] == before + 1
 
 
 # --- states ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ device, and bytes.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from gathering import (
     FOUR,
+    KINDS,
     ONLY_GATHERS,
     Watch,
     built,
@@ -23,7 +25,8 @@ from gathering import (
     used_in_backward,
 )
 from on_ranks import on_ranks
-from sharding import RATE, SHAPES, Model, Sharding, bits
+from sharding import RATE, SHAPES, Model, Sharding, bits, in_order
+from torch.utils.checkpoint import checkpoint
 from watching import in_two_orders
 from world import World
 
@@ -124,9 +127,6 @@ def test_all_ranks_compute_with_what_messages_say(
             assert stats["wire_bytes"] == 2 * (forward + backward) + 64 * commits
 
 
-KINDS = ("frozen", "tied", "offloaded", "columns", "few", "stays", "checkpointed", "compiled")
-
-
 @pytest.mark.torch_core
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(4)
@@ -135,64 +135,93 @@ def test_kinds_of_models(kind: str) -> None:
     assert (answer["sent"][1] > 0) == (kind not in ("few", "stays"))
 
 
-@pytest.mark.torch_core
-@pytest.mark.parametrize("keep", [False, True], ids=["twice", "kept"])
-@on_ranks(4)
-def test_passes_of_all_kinds(keep: bool) -> None:
-    """Accumulation, two forwards before a backward, and by hand."""
-    model: Any = built()
-    gradferry.fsdp.attach(model, all_gather="q4", keep_gathered=keep, **ONLY_GATHERS)
-    watch, wholes = Watch(model), masters(model)
+class Passes:
+    """Passes of a model, which compute with what messages say of its parameters."""
 
-    def compare(*all_targets: dict[str, dict[str, torch.Tensor]]) -> None:
-        for found in (watch.seen, *map(used_in_backward, all_targets)):
-            assert differing(found, wholes, "q4", torch.float32, {}) == []
-        watch.seen = {}
+    def __init__(self, seed: int) -> None:
+        self.rng, self.model = random.Random(seed), built("wide")
+        self.state = gradferry.fsdp.attach(
+            self.model, all_gather="q4", keep_gathered=bool(seed % 2), **ONLY_GATHERS
+        )
+        blocks: Any = self.model.blocks
+        self.blocks = list(blocks)
+        self.blocks[0].set_modules_to_forward_prefetch([self.blocks[1]])
+        self.parameters = in_order(self.model)  # as optimizers have them
+        self.watch, self.wholes = Watch(self.model), masters(self.model)
 
-    for sync in (False, True):
-        model.set_requires_gradient_sync(sync)
-        targets = targets_of(model, torch.float32)
-        model(targets).backward()
-        compare(targets)
-    first, second = (targets_of(model, torch.float32) for _ in range(2))
-    (model(first) + model(second)).backward()
-    compare(first, second)
-    with torch.no_grad():  # weights change, and are gathered by hand before forward does
-        for parameter in model.parameters():
-            parameter.mul_(1.25)
-    wholes = masters(model)
-    for block in model.blocks:
-        block.unshard(async_op=True).wait()
-    targets = targets_of(model, torch.float32)
-    model(targets).backward()
-    compare(targets)
+    def expect(self, found: dict[str, Any], codec: str = "q4") -> None:
+        assert found
+        assert differing(found, self.wholes, codec, torch.float32, {}) == []
 
+    def forward(self, codec: str = "q4", *, leaves_out: bool = False) -> tuple[Any, Any]:
+        """The loss, and the targets. A block that is left out was gathered ahead, for nothing."""
+        targets, self.watch.seen = targets_of(self.model, torch.float32), {}
+        if leaves_out:
+            targets["blocks.1"] = {}
+        loss = self.model(targets)
+        self.expect(self.watch.seen, codec)
+        return loss, targets
 
-@pytest.mark.torch_core
-@on_ranks(4)
-def test_evaluation_has_the_parameters_as_they_are() -> None:
-    model = built("wide")
-    state = gradferry.fsdp.attach(model, all_gather="q4", keep_gathered=True, **ONLY_GATHERS)
-    watch, wholes = Watch(model), masters(model)
+    def train(self) -> None:
+        """Several forward passes before a backward pass, with changes in between."""
+        model: Any = self.model
+        model.set_requires_gradient_sync(self.rng.random() < 0.7)
+        passes = [self.forward() for _ in range(self.rng.choice((1, 1, 2)))]
+        changed = self.rng.random() < 0.5
+        if changed:
+            self.change()
+            if self.rng.random() < 0.5:
+                self.evaluate()
+        sum(loss for loss, _ in passes).backward()
+        for _, targets in passes:  # the root stays gathered
+            used = used_in_backward(targets)
+            self.expect({n: each for n, each in used.items() if not changed or "blocks" in n})
 
-    def forward(codec: str) -> None:
-        watch.seen = {}
+    def evaluate(self) -> None:
         with torch.no_grad():
-            model(targets_of(model, torch.float32))
-        assert differing(watch.seen, wholes, codec, torch.float32, {}) == []
+            self.forward(leaves_out=self.rng.random() < 0.3)
 
-    forward("q4")  # which leaves the root as it was gathered
-    with state.exact_gathers():
-        forward("exact")
-    forward("q4")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.25)
-    wholes = masters(model)
-    with state.exact_gathers():
-        loss = model(targets := targets_of(model, torch.float32))
-    loss.backward()  # does not compute with what was kept of the parameters before
-    assert differing(used_in_backward(targets), wholes, "q4", torch.float32, {}) == []
+    def evaluate_exactly(self) -> None:
+        with self.state.exact_gathers(), torch.no_grad():
+            for _ in range(2):
+                self.forward("exact", leaves_out=self.rng.random() < 0.3)
+
+    def train_exactly(self) -> None:
+        """The backward pass does not compute with what was kept of the parameters before."""
+        self.change()
+        with self.state.exact_gathers():
+            loss, targets = self.forward("exact")
+        loss.backward()
+        self.expect(used_in_backward(targets))
+
+    def change(self) -> None:
+        how = self.rng.choice(["data", "foreach", "load", "mul_"])
+        with torch.no_grad():
+            if how == "load":
+                state = self.model.state_dict()
+                self.model.load_state_dict({name: 1.25 * each for name, each in state.items()})
+            elif how == "foreach":
+                torch._foreach_mul_(self.parameters, 1.25)
+            else:
+                for each in self.parameters:
+                    (each.data if how == "data" else each).mul_(1.25)
+        self.wholes = masters(self.model)
+
+    def gather_by_hand(self) -> None:
+        for block in self.blocks:
+            block.unshard(async_op=True).wait()
+        self.train()
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("seed", range(6))
+@on_ranks(4)
+def test_passes_of_all_kinds_compute_with_what_messages_say(seed: int) -> None:
+    passes = Passes(seed)
+    often = [passes.train] * 4
+    seldom = [passes.evaluate, passes.evaluate_exactly, passes.train_exactly, passes.change]
+    for _ in range(10):
+        passes.rng.choice([*often, *seldom, passes.gather_by_hand])()
 
 
 class _StoppedError(RuntimeError):
@@ -241,3 +270,23 @@ def test_rules_give_codecs_by_name() -> None:
         part = {name: each for name, each in watch.seen.items() if name.startswith(prefix)}
         assert part
         assert differing(part, wholes, codec, torch.float32, {}) == []
+
+
+@pytest.mark.torch_core
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(4)
+def test_kept_gathers_answer_passes_that_checkpointing_repeats(reentrant: bool) -> None:
+    model: Any = built()
+    state = gradferry.fsdp.attach(model, all_gather="q8", keep_gathered=True, **ONLY_GATHERS)
+    watch, wholes, sent = Watch(model), masters(model), []
+    for _ in range(2):
+        targets = targets_of(model, torch.float32)
+        flag = torch.ones((), requires_grad=True)
+        loss = sum(checkpoint(lambda f, b=b, t=targets[f"blocks.{i}"]: f * b(t), flag,
+                              use_reentrant=reentrant)
+                   for i, b in enumerate(model.blocks))  # fmt: skip
+        sent.append(state.stats()["wire_bytes"])
+        loss.backward()
+        sent.append(state.stats()["wire_bytes"])
+        assert not differing(watch.seen, wholes, "q8", torch.float32, {})
+    assert 0 < sent[0] == sent[1] < sent[2] == sent[3]

@@ -32,7 +32,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.optim import SGD
-from torch.utils._pytree import tree_map_only
 from world import World
 
 Worlds = Callable[[int], World]
@@ -64,6 +63,10 @@ def gathers(mesh: DeviceMesh, model: Any = None, **options: Any) -> None:
 
 def of_rank(*values: Any) -> Any:
     return values[dist.get_rank() % len(values)]
+
+
+def of_fsdp2(module: Any) -> Any:
+    return module._get_fsdp_state()._fsdp_param_group
 
 
 def of_fsdp1() -> Any:
@@ -106,33 +109,11 @@ def model_that_allocates(_: DeviceMesh) -> Any:
     return model
 
 
-class Encoded(torch.Tensor):
-    """A tensor that encodes itself for the all-gather."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Encoded:
-        like = {"strides": inner.stride(), "dtype": inner.dtype, "device": inner.device}
-        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), **like)
-
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = tree_map_only(Encoded, lambda each: each.inner, (args, kwargs or {}))
-        return tree_map_only(torch.Tensor, Encoded, func(*given[0], **given[1]))
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        raise AssertionError
-
-    def fsdp_post_all_gather(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError
-
-
 def encoded_model(mesh: DeviceMesh) -> Any:
-    model = nn.Linear(64, 64, bias=False)
-    model.weight = nn.Parameter(Encoded(torch.ones(64, 64)))
-    return fully_shard(model, mesh=mesh["shard"])
+    """Of a tensor that encodes itself for the all-gather."""
+    model = linear(mesh)
+    of_fsdp2(model).fsdp_params[0]._sharded_local_tensor.fsdp_pre_all_gather = None
+    return model
 
 
 def twice(attach: Callable[..., None], mesh: DeviceMesh, **options: Any) -> None:
@@ -144,6 +125,15 @@ def twice(attach: Callable[..., None], mesh: DeviceMesh, **options: Any) -> None
 def replicated(mesh: DeviceMesh, **options: Any) -> None:
     model = dataclasses.replace(HYBRID, kind="replicate").model(mesh["replica"])
     gradferry.fsdp.attach(model, "q4", **options)
+
+
+def shifted(mesh: DeviceMesh, *, frozen: bool) -> Any:
+    model: Any = HYBRID.model(mesh)
+    model.table.requires_grad_(not frozen)
+    if dist.get_rank() == 2:
+        with torch.no_grad():
+            model.table.to_local().add_(1.0)
+    return model
 
 
 def premultiplied_scatter(mesh: DeviceMesh) -> None:
@@ -171,9 +161,10 @@ REFUSED: dict[str, dict[str, list[Row]]] = {
             (lambda m: twice(replicas, m), "attached to this model already"),
         ],
         "RankMismatchError": [
-            (
-                lambda m: replicas(m, HYBRID.model(m, seed=dist.get_rank() // 2)),
-                "rank {second} differs from rank {first} in values of 'table'",
+            # Of one shard, which the other one hears, too.
+            *(
+                (lambda m, f=f: replicas(m, shifted(m, frozen=f)), "in values of 'table'")
+                for f in (False, True)
             ),
             (
                 lambda m: replicas(m, codec=of_rank("q4", "q4", "q8", "q8")),
@@ -226,7 +217,7 @@ REFUSED: dict[str, dict[str, list[Row]]] = {
             (lambda m: gathers(m, model_of_custom_gathers(m)), "not FSDP2's own"),
             (lambda m: gathers(m, model_that_allocates(m)), "not FSDP2's own"),
             (lambda m: gathers(m, linear(m, torch.float64), **ONLY_GATHERS), "torch.float64"),
-            (lambda m: gathers(m, encoded_model(m)), "Encoded"),
+            (lambda m: gathers(m, encoded_model(m)), "encodes itself for the all-gather"),
             (lambda m: twice(gathers, m, **ONLY_GATHERS), "this model already"),
         ],
         "RankMismatchError": [
@@ -278,21 +269,6 @@ def test_a_rank_alone_gathers_nothing() -> None:
     assert "one rank, which gathers nothing" in refused.text
     gradferry.fsdp.attach(models[1], "q4")
     sharding.backward(models[1], 0)
-
-
-@pytest.mark.torch_core
-@on_ranks(4)
-def test_all_shards_hear_of_an_error_in_one() -> None:
-    mesh = HYBRID.mesh()
-    for frozen in (False, True):
-        model: Any = HYBRID.model(mesh)
-        model.table.requires_grad_(not frozen)
-        if dist.get_rank() == 2:
-            with torch.no_grad():
-                model.table.to_local().add_(1.0)
-        outcome = attempt(lambda: gradferry.fsdp.attach(model, "q4"))  # noqa: B023
-        assert outcome.error == "RankMismatchError"
-        assert "values of 'table'" in outcome.text
 
 
 # --- what is said ---------------------------------------------------------------------------------
@@ -491,19 +467,44 @@ def test_comparison_due_in_a_step_of_nothing_but_passes_comes_with_the_next() ->
 # --- what changes after attach --------------------------------------------------------------------
 
 
-def with_custom_gathers(model: Any) -> None:
-    model.blocks[1].set_custom_all_gather(_Custom())
+def gathering() -> Any:
+    model = built("plain")
+    gradferry.fsdp.attach(model)
+    return model
+
+
+def scattering() -> Any:
+    return attached(FOUR, "exact", all_gather="exact")[0]
+
+
+def averaging() -> Any:
+    return attached(HYBRID)[0]
+
+
+def in_parts() -> Any:
+    """Of which the root is not sharded."""
+    model: Any = Model()
+    for module in model.blocks:
+        fully_shard(module, mesh=HYBRID.mesh())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with texts(__file__):
+        gradferry.fsdp.attach(model, "q4")
+    return model
 
 
 def with_another_dtype(model: Any) -> None:
-    model(targets_of(model, torch.float32)).backward()
-    for parameter in model.blocks[0]._get_fsdp_state()._fsdp_param_group.fsdp_params:
+    for parameter in of_fsdp2(model.blocks[0]).fsdp_params:
         parameter.param_dtype = torch.bfloat16
 
 
 def with_another_group(model: Any) -> None:
-    group = model.blocks[0]._get_fsdp_state()._fsdp_param_group
-    group.mesh_info.shard_process_group = dist.new_group()
+    of_fsdp2(model.blocks[0]).mesh_info.shard_process_group = dist.new_group()
+
+
+def with_other_replicas(model: Any) -> None:
+    of_fsdp2(model).mesh_info.replicate_process_group = dist.group.WORLD
 
 
 def assigned(model: Any) -> None:
@@ -515,75 +516,66 @@ def frozen(model: Any) -> None:
     model.blocks[0].weight.requires_grad_(False)
 
 
-# What changes, the ranks on which it does, and what is said of it.
-CHANGES: tuple[tuple[bool, Callable[[Any], Any], tuple[int, ...], str], ...] = (
-    (True, frozen, (0, 1, 2, 3), "requires_grad of 'weight' has changed in 'blocks.0'"),
-    (True, frozen, (2, 3), "requires_grad of 'weight' has changed in 'blocks.0'"),
-    (True, assigned, (0, 1, 2, 3), "was replaced, as load_state_dict(assign=True) does"),
-    (False, with_custom_gathers, (0, 1, 2, 3), "'blocks.1' was given another all-gather"),
-    (False, with_another_dtype, (3,), "the parameters of 'blocks.0' are gathered in torch.bf"),
-    (False, with_another_group, (0, 1, 2, 3), "'blocks.0' is gathered in process group"),
-)
+ALL, DIFFERS = (0, 1, 2, 3), "rank 1 differs from rank 0 in "
+# A model and passes that it has taken, what changes, the ranks on which it does, and what is said
+# of it: by these ranks, or by all, if they compare what they are going to do.
+CHANGES: list[tuple[Callable[[], Any], int, Callable[[Any], Any], tuple[int, ...], str]] = [
+    (averaging, 0, frozen, ALL, "requires_grad of 'weight' has changed in 'blocks.0'"),
+    (averaging, 0, frozen, (2, 3), "requires_grad of 'weight' has changed in 'blocks.0'"),
+    (averaging, 0, assigned, ALL, "was replaced, as load_state_dict(assign=True) does"),
+    (averaging, 1, with_other_replicas, (2, 3), "'the model' was given another group of replicas"),
+    (gathering, 0, lambda m: m.blocks[1].set_custom_all_gather(_Custom()), ALL,
+     "'blocks.1' was given another all-gather"),
+    (gathering, 1, with_another_dtype, (3,), "the parameters of 'blocks.0' are gathered in torch"),
+    (gathering, 0, with_another_group, ALL, "'blocks.0' is gathered in process group"),
+    *((scattering, 1, lambda m: m.blocks[1].bfloat16(), ranks,
+       "parameter 'weight' is torch.bfloat16 on cpu, and was") for ranks in (ALL, (1,))),
+    (scattering, 0, lambda m: m.blocks[1].set_reshard_after_forward(False), (1,),
+     DIFFERS + "reshard_after_forward of 'blocks.1'"),
+    (scattering, 0, lambda m: m.blocks[0].set_reshard_after_backward(False), (1,),
+     DIFFERS + "reshard_after_backward of 'blocks.0'"),
+    (scattering, 0, lambda m: m.blocks[0].set_unshard_in_backward(False), (1,),
+     DIFFERS + "unshard_in_backward of 'blocks.0'"),
+    (in_parts, 0, lambda m: fully_shard(m, mesh=HYBRID.mesh()), ALL,
+     "fully_shard was called on 'the model' after attach"),
+]  # fmt: skip
+HAS_GROUPS = hasattr(FSDPModule, "set_separate_reduce_scatter_group")
+if HAS_GROUPS:  # else torch reduces in the group of the shards alone
+    CHANGES.append((scattering, 1, lambda m: m.set_separate_reduce_scatter_group(), ALL,
+                    "'the model' is reduced in process group"))  # fmt: skip
 
 
 @pytest.mark.torch_core
 @on_ranks(4)
 def test_what_changes_after_attach_is_one_error_on_all_ranks() -> None:
     rank = dist.get_rank()
-    for of_replicas, change, ranks, text in CHANGES:
-        if of_replicas:
-            model, _ = attached(HYBRID)
-        else:
-            model = built("plain")
-            gradferry.fsdp.attach(model)
-        if rank in ranks or change is with_another_dtype:
-            # The first pass is that of all ranks.
-            change(model) if rank in ranks else model(targets_of(model, torch.float32)).backward()
-        targets = HYBRID.targets(0, 0, rank)
+    targets = HYBRID.targets(0, 0, rank)
+    for make, passes, change, ranks, text in CHANGES:
+        model = make()
+        for _ in range(passes):
+            model(targets).backward()
+        if rank in ranks:
+            change(model)
         outcomes = [attempt(lambda: model(targets).backward()) for _ in range(2)]  # noqa: B023
-        peer = (rank + 2) % 4 if of_replicas else 3
+        if text.startswith(DIFFERS):
+            assert outcomes[0].error == "RankMismatchError", outcomes
+            assert text in outcomes[0].text
+            assert outcomes[1].error
+            continue
+        assert outcomes[0].error == ("StateError" if rank in ranks else "PeerError"), outcomes
+        said = [text] if rank in ranks else [f"rank {each}: {text}" for each in ranks]
         for outcome in outcomes:
-            assert outcome.error == ("StateError" if rank in ranks else "PeerError"), outcome
-            said = text if rank in ranks else f"rank {peer}: {text}"
-            assert said in outcome.text, outcome
+            assert any(each in outcome.text for each in said), outcome
 
 
-@pytest.mark.torch_core
-@on_ranks(4)
-def test_fully_shard_after_attach_is_an_error() -> None:
-    mesh = HYBRID.mesh()
-    later: Any = Model()
-    for module in later.blocks:
-        fully_shard(module, mesh=mesh)
-    with torch.no_grad():
-        for parameter in later.parameters():
-            parameter.zero_()
-    with texts(__file__):  # that the root is not sharded
-        gradferry.fsdp.attach(later, "q4")
-    fully_shard(later, mesh=mesh)
-    outcome = attempt(lambda: HYBRID.backward(later, 0))
-    assert outcome.error == "StateError"
-    assert "fully_shard was called on 'the model' after attach" in outcome.text
-
-
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_separate_reduce_scatter_group"),
-    reason="this torch reduces in the group of the shards alone",
-)
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.skipif(not HAS_GROUPS, reason="this torch reduces in the group of the shards alone")
 @on_ranks(2)
-def test_the_group_is_that_at_attach(after: bool) -> None:
+def test_the_group_is_that_at_attach() -> None:
     sharding = Sharding(1, 2)
     model: Any = sharding.model(sharding.mesh()["shard"])
-    if not after:
-        model.set_separate_reduce_scatter_group()
+    model.set_separate_reduce_scatter_group()
     gradferry.fsdp.attach(model, "q4", all_gather="off")
     sharding.backward(model, 0)
-    if after:
-        model.set_separate_reduce_scatter_group()
-    outcome = attempt(lambda: sharding.backward(model, 1))
-    assert outcome.error == ("StateError" if after else None)
-    assert not after or "'the model' is reduced in process group" in outcome.text
 
 
 # --- the watch over a sharded model ---------------------------------------------------------------
@@ -597,37 +589,21 @@ def train_sharded(sharding: Sharding, model: nn.Module, steps: int) -> None:
         optimizer.step()
 
 
-@on_ranks(2)
-def test_another_hook_on_shards_is_an_error_on_all_ranks() -> None:
-    """Local steps, which keep gradients to themselves, are none."""
-    sharding = Sharding(replicas=2, shards=1)
-    model, _ = attached(sharding)
-    with texts(__file__) as before:
-        train_sharded(sharding, model, 4)
-        model.set_requires_gradient_sync(False)
-        train_sharded(sharding, model, 4)
-        model.set_requires_gradient_sync(True)
-    assert before == []
-    if dist.get_rank() == 1:
-        group = model._get_fsdp_state()._fsdp_param_group
-        group.mesh_info.replicate_process_group = dist.group.WORLD
-    outcome = attempt(lambda: train_sharded(sharding, model, 1))
-    assert outcome.error in ("StateError", "PeerError")  # its own, or another rank's
-    assert "rank 1: 'the model' was given another group of replicas after attach" in (
-        outcome.text if outcome.error == "PeerError" else f"rank 1: {outcome.text}"
-    )
-
-
 @pytest.mark.parametrize("every", [0, 1])
 @on_ranks(2)
 def test_check_names_a_parameter_beside_the_shards(every: int) -> None:
-    """The watch ends with the model."""
+    """The watch ends with the model. Local steps, which keep gradients to themselves, are none."""
     count = len(step_numbers._calls)
 
     def train() -> tuple[Outcome, weakref.ref[nn.Module]]:
         sharding = Sharding(replicas=2, shards=1)
         model, _ = attached(sharding, check_every=every)
-        train_sharded(sharding, model, 2)
+        with texts(__file__) as said:
+            train_sharded(sharding, model, 4)
+            model.set_requires_gradient_sync(False)
+            train_sharded(sharding, model, 4)
+            model.set_requires_gradient_sync(True)
+        assert said == []
         model.added = nn.Linear(3, 3)
         assert len(step_numbers._calls) > count
         return attempt(lambda: train_sharded(sharding, model, 2)), weakref.ref(model)

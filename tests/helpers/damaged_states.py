@@ -133,12 +133,3 @@ def damaged(saved: Mapping[str, Any], changes: list[tuple[Any, Any]]) -> dict[st
         else:
             owner[key] = made(what)
     return wrong
-
-
-def same_state(one: Any, other: Any) -> bool:
-    """Whether two states are equal to the bit."""
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same_state(one[k], other[k]) for k in one)
-    if isinstance(one, torch.Tensor):
-        return bool(torch.equal(one, other))
-    return bool(one == other)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 FOUR = Sharding(replicas=1, shards=4)
 ONLY_GATHERS = {"reduce_scatter": "off"}
+KINDS = ("frozen", "tied", "offloaded", "columns", "few", "stays", "checkpointed", "compiled")
 
 
 def built(
@@ -50,13 +51,18 @@ def built(
         options["reshard_after_forward"] = 2
     if kind == "stays":
         options["reshard_after_forward"] = False
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=sharding.mesh()["shard"], **options)
+    if kind == "compiled parts":
+        model.blocks[0].compile(backend="eager")
+    mesh = sharding.mesh()
+    # The parameters of blocks that are not sharded themselves are of the root's group.
+    for module in (*([] if kind == "one group" else model.blocks), model):
+        fully_shard(module, mesh=mesh if sharding.replicas > 1 else mesh["shard"], **options)
     if kind == "checkpointed":
         inner = model.blocks[0].forward
         model.blocks[0].forward = lambda x: checkpoint(inner, x, use_reentrant=False)
-    if kind == "compiled":
+    if kind.startswith("compiled"):
         torch._dynamo.reset()
+    if kind == "compiled":
         model.compile(backend="eager")
     return model
 

@@ -28,8 +28,8 @@ def given(scenario: Scenario, step: int) -> list[torch.Tensor]:
     ]
 
 
-def make_reducer(scenario: Scenario, **changes: Any) -> Any:
-    group, _ = place_of(scenario)
+def make_reducer(scenario: Scenario, group: dist.ProcessGroup | None = None, **changes: Any) -> Any:
+    group = group or place_of(scenario)[0]
     options = {
         "error_feedback": scenario.error_feedback,
         "rules": [{"name": name, "codec": codec} for name, codec in scenario.rules],
@@ -73,16 +73,3 @@ def case_reduce(
         "state": reducer.state_dict(),
         "text": str(reducer),
     }
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two states are equal to the bit."""
-    if one.keys() != other.keys():
-        return False
-    for key, value in one.items():
-        if isinstance(value, dict):
-            if not all(torch.equal(value[name], other[key][name]) for name in value):
-                return False
-        elif value != other[key]:
-            return False
-    return True

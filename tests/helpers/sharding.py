@@ -231,14 +231,3 @@ def in_order(model: nn.Module) -> list[Any]:
 def bits(model: nn.Module) -> bytes:
     """Of this rank's parameters."""
     return b"".join(p.to_local().detach().cpu().float().numpy().tobytes() for p in in_order(model))
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two saved states, or lists of tensors and arrays, are equal to the bit."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other

@@ -13,6 +13,7 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from own_groups import own_group
 from training_alone import Plain, are_equal, bits_of, make, move, movements
@@ -88,27 +89,24 @@ def test_ranks_without_a_default_group_average_the_same_and_lose_one() -> None:
     assert rows == [f"rank {LOST}: process ended with code -9"], raised.value
 
 
-def case_beside(folder: str) -> dict[str, Outcome]:
-    """Beside a default group: a checkpoint, and what is refused."""
+@on_ranks(2)
+def test_a_group_needs_a_backend_and_somebody_who_keeps_it(tmp_path: Path) -> None:
+    """Beside a default group; and a checkpoint."""
     store = dist.group.WORLD.get_group_store()
     group = own_group("beside", store, dist.get_rank(), dist.get_world_size())
     reducer = gradferry.Reducer([("a", torch.zeros(64, 64))], "q4", group)
     reducer.all_reduce([torch.randn(64, 64)])
-    gradferry.checkpoint.save(folder, {"reducer": reducer.state_dict()}, group)
-    reducer.load_state_dict(gradferry.checkpoint.load(folder)["reducer"])
+    gradferry.checkpoint.save(tmp_path, {"reducer": reducer.state_dict()}, group)
+    reducer.load_state_dict(gradferry.checkpoint.load(tmp_path)["reducer"])
     empty = dist.ProcessGroup(store, 0, 1)
-    refused = {"empty": attempt(lambda: gradferry.Reducer([("a", torch.zeros(3))], group=empty))}
     del group
-    return {**refused, "gone": attempt(reducer.all_reduce)}
-
-
-def test_a_group_needs_a_backend_and_somebody_who_keeps_it(
-    world_of_2: World, tmp_path: Path
-) -> None:
-    for found in world_of_2.run(case_beside, folder=str(tmp_path)):
-        assert (found["empty"].error, found["gone"].error) == ("ConfigError", "StateError")
-        assert "has no backend of its own" in found["empty"].text
-        assert "nobody has kept it" in found["gone"].text
+    for call, error, text in (
+        (lambda: gradferry.Reducer([("a", torch.zeros(3))], group=empty), "ConfigError", "backend"),
+        (reducer.all_reduce, "StateError", "nobody has kept it"),
+    ):
+        outcome = attempt(call)
+        assert outcome.error == error, outcome
+        assert text in outcome.text
 
 
 def case_on_streams() -> Outcome:

@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 import socket
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +22,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry import StateError, checkpoint
-from gradferry.core import agreement
-from outcomes import attempt
+from on_ranks import on_ranks
+from outcomes import Outcome, attempt
+from saved import same
 from world import World
 
 
@@ -43,100 +43,46 @@ LEFT_BEHIND = (
 )
 
 
-def case_save_twice(folder: str) -> list[Any]:
-    rank = dist.get_rank()
-    before = checkpoint.exists(folder)
-    seen = []
+@on_ranks(2)
+def test_checkpoint_replaces_the_one_before_and_leaves_nothing_of_it(tmp_path: Path) -> None:
+    rank, folder = dist.get_rank(), tmp_path / "new" / "folder"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (*LEFT_BEHIND, "notes.txt"):
+        (folder / name).touch()
+    dist.barrier()
+    assert not checkpoint.exists(folder)
+    files: set[str] = set()
     for version in (1, 2):
         checkpoint.save(folder, content(rank, version))
         dist.barrier()
-        seen.append((checkpoint.load(folder), names_in(folder)))
+        assert same(checkpoint.load(folder), content(rank, version))
+        manifest, notes, *own = names_in(folder)
+        assert (manifest, notes) == ("manifest.json", "notes.txt")
+        assert [name.split("-")[1] for name in own] == ["0", "1"]
+        assert files.isdisjoint(own)
+        assert not set(own) & set(LEFT_BEHIND)
+        files.update(own)
         dist.barrier()
-    return [before, checkpoint.exists(folder), seen, checkpoint.load_all(folder)]
+    assert checkpoint.exists(folder)
+    assert same(checkpoint.load_all(folder), [content(each, 2) for each in range(2)])
 
 
-def test_checkpoint_replaces_the_one_before_and_leaves_nothing_of_it(
-    world_of_2: World, tmp_path: Path
-) -> None:
-    folder = tmp_path / "new" / "folder"
-    folder.mkdir(parents=True)
-    for name in (*LEFT_BEHIND, "notes.txt"):
-        (folder / name).touch()
-    answers = world_of_2.run(case_save_twice, folder=str(folder))
-    for rank, (before, after, seen, everything) in enumerate(answers):
-        assert (before, after) == (False, True)
-        for version, (loaded, names) in enumerate(seen, start=1):
-            assert loaded["version"] == version
-            assert torch.equal(loaded["values"], content(rank, version)["values"])
-            assert len(names) == 4
-            assert [names[0], names[1]] == ["manifest.json", "notes.txt"]
-            assert [name.split("-")[1] for name in names[2:]] == ["0", "1"]
-            assert not set(names) & set(LEFT_BEHIND)
-        assert not set(seen[0][1][2:]) & set(seen[1][1][2:])
-        assert [float(c["values"][0]) for c in everything] == [20.0, 21.0]
-
-
-def case_save_while_a_rank_lags(folder: str, lagging: int) -> Any:
-    """After every save one rank goes on only when the other has written its next file."""
+@on_ranks(2)
+def test_warnings_that_are_errors_neither_undo_a_save_nor_hide_its_error(tmp_path: Path) -> None:
+    """A save that completes and one that is refused, where nothing can be removed."""
     rank = dist.get_rank()
-    saves = 4
-    gather, named = agreement.gather_records, set[str]()
-    calls = 0
-
-    def lag(*arguments: Any) -> Any:
-        nonlocal calls
-        gathered = gather(*arguments)
-        calls += 1
-        # The third of a save is the last, and the first of the next one tells rank 0's token: now
-        # the other rank is free to write its next file.
-        if calls % 3 == 1 and 1 < calls:
-            manifest = json.loads((Path(folder) / "manifest.json").read_text())
-            named.update(file["name"] for file in manifest["files"])
-            deadline = time.monotonic() + 60
-            while not {p.name for p in Path(folder).glob(f"rank-{1 - rank}-*.pt")} - named:
-                assert time.monotonic() < deadline
-        return gathered
-
-    versions = []
-    with mock.patch.object(agreement, "gather_records", lag if rank == lagging else gather):
-        for version in range(saves):
-            checkpoint.save(folder, content(rank, version))
-            versions.append(checkpoint.load(folder)["version"])
-    dist.barrier()
-    return versions, sorted(path.name.rsplit("-", 1)[0] for path in Path(folder).iterdir())
-
-
-@pytest.mark.parametrize("lagging", [0, 1])
-def test_rank_that_lags_leaves_the_next_checkpoint_of_the_others_alone(
-    world_of_2: World, tmp_path: Path, lagging: int
-) -> None:
-    answers = world_of_2.run(case_save_while_a_rank_lags, folder=str(tmp_path), lagging=lagging)
-    for versions, names in answers:
-        assert versions == [0, 1, 2, 3]
-        assert names == ["manifest.json", "rank-0", "rank-1"]
-
-
-def case_save_where_nothing_can_be_removed(folder: str) -> list[Any]:
-    """A save that completes and one that is refused, where every warning is an error."""
-    rank = dist.get_rank()
-    checkpoint.save(folder, content(rank, 1))
+    checkpoint.save(tmp_path, content(rank, 1))
     busy = mock.patch.object(Path, "unlink", side_effect=OSError("busy"))
     with busy, warnings.catch_warnings():
         warnings.simplefilter("error", gradferry.GradferryWarning)
-        saved = attempt(lambda: checkpoint.save(folder, content(rank, 2)))
+        checkpoint.save(tmp_path, content(rank, 2))
         dist.barrier()
-        version = checkpoint.load(folder)["version"]
+        assert checkpoint.load(tmp_path)["version"] == 2
         unfit = gradferry.StateError("cannot be loaded")
         with mock.patch.object(checkpoint, "write_content", side_effect=unfit):
-            refused = attempt(lambda: checkpoint.save(folder, content(rank, 3)))
-    return [saved.text, version, refused.error]
-
-
-def test_warnings_that_are_errors_neither_undo_a_save_nor_hide_its_error(
-    world_of_2: World, tmp_path: Path
-) -> None:
-    answers = world_of_2.run(case_save_where_nothing_can_be_removed, folder=str(tmp_path))
-    assert answers == [["", 2, "StateError"]] * 2
+            assert (
+                attempt(lambda: checkpoint.save(tmp_path, content(rank, 3))).error == "StateError"
+            )
 
 
 @dataclasses.dataclass
@@ -167,9 +113,19 @@ def small_files() -> Iterator[None]:
 
 LARGE = {"large": torch.zeros(100_000)}
 NOTHING = contextlib.nullcontext
-UNFIT = ".*which a checkpoint cannot hold"
+# What load would refuse, where, and what it is called.
+UNFIT: dict[str, tuple[dict[Any, Any], str]] = {
+    "number": ({"best": np.float64(0.5)}, r"content\['best'\] .*numpy\.float64"),
+    "array": (
+        {"nested": [{"deep": (torch.zeros(2), np.zeros(2))}]},
+        r"content\['nested'\]\[0\]\['deep'\]\[1\] .*numpy\.ndarray",
+    ),
+    "function": ({"of": {"lambda": lambda step: step}}, r"content\['of'\]\['lambda'\] .*function"),
+    "own": ({"own": NotATensor()}, r"content\['own'\] .*NotATensor"),
+    "key": ({NotATensor: 1}, "the key .*NotATensor.* of content"),
+}
 # Where a rank cannot save: what is so there, what it saves, and what its error says.
-FAILURES: dict[str, tuple[Callable[[], Any], dict[Any, Any], str]] = {
+FAILURES: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "fsync": (lambda: mock.patch("os.fsync", disk_full), LARGE, "No space left.*rank-{}-"),
     "rename": (lambda: mock.patch("os.replace", disk_full), LARGE, "No space left.*rank-{}-"),
     "write": (small_files, LARGE, "File too large.*rank-{}-"),
@@ -180,172 +136,146 @@ FAILURES: dict[str, tuple[Callable[[], Any], dict[Any, Any], str]] = {
     ),
     "list": (NOTHING, [1, 2], r"content=\[1, 2\] is a list; save a dict"),
     "folder": (NOTHING, {}, "folder=None is no path"),
-    # What load would refuse.
-    "number": (
-        NOTHING,
-        {"best": np.float64(0.5)},
-        rf"content\['best'\] .*numpy\.float64{UNFIT}",
-    ),
-    "array": (
-        NOTHING,
-        {"nested": [{"deep": (torch.zeros(2), np.zeros(2))}]},
-        rf"content\['nested'\]\[0\]\['deep'\]\[1\] .*numpy\.ndarray{UNFIT}",
-    ),
-    "function": (
-        NOTHING,
-        {"schedule": {"lambda": lambda step: step}},
-        rf"content\['schedule'\]\['lambda'\] .*function{UNFIT}",
-    ),
-    "own": (
-        NOTHING,
-        {"own": NotATensor()},
-        rf"content\['own'\] .*NotATensor{UNFIT}",
-    ),
-    "key": (NOTHING, {NotATensor: 1}, f"the key .*NotATensor.* of content{UNFIT}"),
+    **{
+        name: (NOTHING, what, f"{where}.*which a checkpoint cannot hold")
+        for name, (what, where) in UNFIT.items()
+    },
 }
-
-
-def case_save_fails(folder: str, failure: str, failing_rank: int) -> Any:
-    rank = dist.get_rank()
-    checkpoint.save(folder, content(rank, 1))
-    names = names_in(folder)
-    dist.barrier()
-    context, extra, _ = FAILURES[failure] if rank == failing_rank else (NOTHING, {}, "")
-    with context():
-        new = {**content(rank, 2), **extra} if isinstance(extra, dict) else extra
-        to = None if failure == "folder" and rank == failing_rank else folder
-        outcome = attempt(lambda: checkpoint.save(to, new))
-    dist.barrier()
-    return outcome, checkpoint.load(folder)["version"], names_in(folder) == names
 
 
 @pytest.mark.parametrize(
     ("failure", "failing_rank"),
     [(name, rank) for name in FAILURES for rank in (0, 1) if rank == 0 or name != "manifest"],
 )
+@on_ranks(2)
 def test_rank_that_cannot_save_is_one_error_on_all_and_leaves_the_old_one_alone(
-    world_of_2: World, tmp_path: Path, failure: str, failing_rank: int
+    tmp_path: Path, failure: str, failing_rank: int
 ) -> None:
-    answers = world_of_2.run(
-        case_save_fails, folder=str(tmp_path), failure=failure, failing_rank=failing_rank
-    )
-    assert len({outcome.text for outcome, _, _ in answers}) == 1
-    context, _, said = FAILURES[failure]
-    for outcome, version, unchanged in answers:
-        kind = "ConfigError" if failure in ("list", "folder") else "StateError"
-        assert outcome.error == (kind if context is NOTHING else "PeerError")
-        assert outcome.text.startswith(f"rank {failing_rank}: ")
-        assert re.search(said.format(failing_rank), outcome.text), outcome.text
-        assert (version, unchanged) == (1, True)
+    rank, (fails, extra, said) = dist.get_rank(), FAILURES[failure]
+    checkpoint.save(tmp_path, content(rank, 1))
+    names = names_in(tmp_path)
+    dist.barrier()
+    to, new = tmp_path, content(rank, 2)
+    if rank == failing_rank:
+        to = None if failure == "folder" else tmp_path
+        new = {**new, **extra} if isinstance(extra, dict) else extra
+    with fails() if rank == failing_rank else NOTHING():
+        outcome = attempt(lambda: checkpoint.save(to, new))
+    dist.barrier()
+    expect_on_all(outcome)
+    kind = "ConfigError" if failure in ("list", "folder") else "StateError"
+    assert outcome.error == (kind if fails is NOTHING else "PeerError")
+    assert outcome.text.startswith(f"rank {failing_rank}: ")
+    assert re.search(said.format(failing_rank), outcome.text), outcome.text
+    assert checkpoint.load(tmp_path)["version"] == 1
+    assert names_in(tmp_path) == names
 
 
-def case_unshared(folder: str) -> Any:
+def expect_on_all(outcome: Outcome) -> None:
+    of_all: list[Any] = [None] * 2
+    dist.all_gather_object(of_all, outcome)
+    assert of_all[0] == of_all[1]
+
+
+@on_ranks(2)
+def test_folder_that_ranks_do_not_share_is_refused_and_the_old_one_stays(tmp_path: Path) -> None:
     """Rank 1 writes to a folder that rank 0 does not see."""
-    rank = dist.get_rank()
-    mine = Path(folder, "host0")
-    checkpoint.save(mine, content(rank, 1))
-    names = names_in(mine)
+    rank, shared = dist.get_rank(), tmp_path / "host0"
+    checkpoint.save(shared, content(rank, 1))
+    names = names_in(shared)
     dist.barrier()
-    own = Path(folder, f"host{rank}")
     with mock.patch.object(checkpoint, "_SHARE_SECONDS", 0.0):
-        outcome = attempt(lambda: checkpoint.save(own, content(rank, 2)))
+        outcome = attempt(lambda: checkpoint.save(tmp_path / f"host{rank}", content(rank, 2)))
     dist.barrier()
-    unchanged = names == names_in(mine)
-    left = list(Path(folder, "host1").iterdir())
-    return outcome, checkpoint.load(mine)["version"], unchanged, left
-
-
-def test_folder_that_ranks_do_not_share_is_refused_and_the_old_one_stays(
-    world_of_2: World, tmp_path: Path
-) -> None:
-    answers = world_of_2.run(case_unshared, folder=str(tmp_path))
-    assert len({outcome.text for outcome, *_ in answers}) == 1
+    expect_on_all(outcome)
+    assert outcome.error == "StateError"
     host = re.escape(socket.gethostname())
-    for outcome, version, unchanged, left in answers:
-        assert outcome.error == "StateError"
-        assert re.match(
-            r"rank 0: the ranks do not share the folder: rank 1 has written \d+ bytes to "
-            rf"{host}:{tmp_path}/host1/rank-1-\w+\.pt, and rank 0 finds nothing at "
-            rf"{host}:{tmp_path}/host0/rank-1-\w+\.pt; ",
-            outcome.text,
-        ), outcome.text
-        assert (version, unchanged, left) == (1, True, [])
+    assert re.match(
+        r"rank 0: the ranks do not share the folder: rank 1 has written \d+ bytes to "
+        rf"{host}:{tmp_path}/host1/rank-1-\w+\.pt, and rank 0 finds nothing at "
+        rf"{host}:{tmp_path}/host0/rank-1-\w+\.pt; ",
+        outcome.text,
+    ), outcome.text
+    assert checkpoint.load(shared)["version"] == 1
+    assert names_in(shared) == names
+    assert names_in(tmp_path / "host1") == []
 
 
-def case_seen_late(folder: str) -> tuple[int, int]:
+@on_ranks(2)
+def test_files_that_rank_0_sees_late_are_waited_for(tmp_path: Path) -> None:
     """A client of NFS sees another one's new file late, and first with another size."""
-    seen = [None, 7]
-    size = checkpoint._size
+    seen, size = [None, 7], checkpoint._size
     with mock.patch.object(checkpoint, "_size", lambda path: seen.pop(0) if seen else size(path)):
-        checkpoint.save(folder, content(dist.get_rank(), 1))
-    return len(seen), checkpoint.load(folder)["version"]
+        checkpoint.save(tmp_path, content(dist.get_rank(), 1))
+    assert len(seen) == (0 if dist.get_rank() == 0 else 2)  # rank 0 alone looks
+    assert checkpoint.load(tmp_path)["version"] == 1
 
 
-def test_files_that_rank_0_sees_late_are_waited_for(world_of_2: World, tmp_path: Path) -> None:
-    # Rank 0 alone looks.
-    assert world_of_2.run(case_seen_late, folder=str(tmp_path)) == [(0, 1), (2, 1)]
-
-
-def case_save_in_group(folder: str) -> list[Any]:
-    """Ranks 1 and 2 save. What each rank loads, by itself and by number."""
-    rank = dist.get_rank()
-    group = dist.new_group([1, 2])
+@on_ranks(3)
+def test_each_rank_of_a_group_loads_what_it_saved(tmp_path: Path) -> None:
+    """Ranks 1 and 2 save."""
+    rank, group = dist.get_rank(), dist.new_group([1, 2])
     if rank != 0:
-        checkpoint.save(folder, content(rank, 1), group)
+        checkpoint.save(tmp_path, content(rank, 1), group)
     dist.barrier()
-    loaded: list[Any] = []
-    for arguments in ((), (0,), (1,), (2,)):
-        try:
-            loaded.append(float(checkpoint.load(folder, *arguments)["values"][0]))
-        except checkpoint.StateError as error:
-            loaded.append(str(error))
-    return loaded
-
-
-def test_each_rank_of_a_group_loads_what_it_saved(world_of_3: World, tmp_path: Path) -> None:
-    answers = world_of_3.run(case_save_in_group, folder=str(tmp_path))
-    assert [answer[0] for answer in answers[1:]] == [11.0, 12.0]
-    assert "ranks 1 and 2 of the default group, and has nothing of rank 0" in answers[0][0]
-    for answer in answers:  # as they are in the group
-        assert answer[1:3] == [11.0, 12.0]
-        assert "is of 2 ranks" in answer[3]
-        assert "has nothing of rank 2" in answer[3]
+    own = attempt(lambda: checkpoint.load(tmp_path))
+    if rank == 0:
+        assert "ranks 1 and 2 of the default group, and has nothing of rank 0" in own.text
+    else:
+        assert same(checkpoint.load(tmp_path), content(rank, 1))
+    for number in (0, 1):  # as they are in the group
+        assert same(checkpoint.load(tmp_path, number), content(1 + number, 1))
+    other = attempt(lambda: checkpoint.load(tmp_path, 2))
+    assert "is of 2 ranks" in other.text
+    assert "has nothing of rank 2" in other.text
 
 
 def case_save_once(folder: str) -> None:
     checkpoint.save(folder, content(dist.get_rank(), 1))
 
 
-def damage(folder: Path, how: str) -> None:
-    file = next(folder.glob("rank-0-*.pt"))
-    manifest = folder / "manifest.json"
-    if how == "flipped bit":
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data)
-    elif how == "cut":
-        file.write_bytes(file.read_bytes()[:-1])
-    elif how == "gone":
-        file.unlink()
-    elif how in MANIFESTS:
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **MANIFESTS[how]}))
-    elif how.startswith("no "):
-        changed = json.loads(manifest.read_text())
-        del changed["files"][0][how.removeprefix("no ")]
-        manifest.write_text(json.dumps(changed))
-    elif how == "folder":
-        manifest.unlink()
-        manifest.mkdir()
-    elif how == "without":
-        manifest.unlink()
-    elif how == "half a manifest":
-        manifest.write_text(manifest.read_text()[:20])
+def of_file(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
+    """Damage to what rank 0 saved."""
+
+    def damage(folder: Path) -> None:
+        (file,) = folder.glob("rank-0-*.pt")
+        file.write_bytes(change(file.read_bytes()))
+
+    return damage
 
 
-MANIFESTS: dict[str, dict[str, Any]] = {
-    "newer": {"format": 2},
-    "foreign": {"files": [{"name": "../secret"}]},
-    "ranks": {"ranks": [0, "1"]},
+def of_manifest(**fields: Any) -> Callable[[Path], Any]:
+    """None: a field of each file is lost."""
+
+    def damage(folder: Path) -> None:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        for name, value in fields.items():
+            if value is None:
+                del manifest["files"][0][name]
+            else:
+                manifest[name] = value
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+
+    return damage
+
+
+def no_file(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+    (folder / MANIFEST).mkdir()
+
+
+MANIFEST = "manifest.json"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "flipped bit": (of_file(lambda d: d[:99] + bytes([d[99] ^ 1]) + d[100:]), "is not what was"),
+    "cut": (of_file(lambda data: data[:-1]), "is not what was saved"),
+    "gone": (lambda folder: next(folder.glob("rank-0-*.pt")).unlink(), "lacks rank-0-"),
+    "newer": (of_manifest(format=2), "has format 2"),
+    "foreign": (of_manifest(files=[{"name": "../secret"}]), "names foreign files"),
+    "ranks": (of_manifest(ranks=[0, "1"]), "its ranks are [0, '1']"),
+    "no bytes": (of_manifest(bytes=None), "is not what was saved"),
+    "no blake2b": (of_manifest(blake2b=None), "is not what was saved"),
+    "folder": (no_file, "cannot be read: "),
+    "without": (lambda folder: (folder / MANIFEST).unlink(), "there is no checkpoint in"),
 }
 
 
@@ -357,27 +287,12 @@ def of_two(worlds: Callable[[int], World], tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("flipped bit", "is not what was saved"),
-        ("cut", "is not what was saved"),
-        ("gone", "lacks rank-0-"),
-        ("newer", "has format 2"),
-        ("foreign", "names foreign files"),
-        ("ranks", "its ranks are [0, '1']"),
-        ("no bytes", "is not what was saved"),
-        ("no blake2b", "is not what was saved"),
-        ("folder", "cannot be read: "),
-        ("without", "there is no checkpoint in"),
-        ("half a manifest", "is no manifest of a checkpoint"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "text"), DAMAGES.values(), ids=DAMAGES)
 def test_damaged_checkpoint_is_refused_by_name(
-    of_two: Path, tmp_path: Path, how: str, text: str
+    of_two: Path, tmp_path: Path, damage: Callable[[Path], Any], text: str
 ) -> None:
     damaged = shutil.copytree(of_two, tmp_path / "damaged")
-    damage(damaged, how)
+    damage(damaged)
     with pytest.raises(gradferry.StateError, match=re.escape(text)):
         gradferry.checkpoint.load(damaged, 0)
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damaged_states import CHANGES, VALUES, damaged, drawn, examples, made, same_state
+from damaged_states import CHANGES, VALUES, damaged, drawn, examples, made
 from gradferry.checkpoint import ResizedState
 from gradferry.ddp.auto import Choice
 from hypothesis import given
 from hypothesis import strategies as st
-from reducing import make_reducer, reduce
-from scenario import Run, Scenario, Weight
-from sharding import Sharding
+from saved import same
+from scenario import Scenario, Weight
+from ways import WAYS
 from world import World
 
 WEIGHTS = (
@@ -46,7 +46,7 @@ def loaded_of(loader: Any, state: Any, on_resize: Any) -> bool:
     try:
         loader.load_state_dict(state, on_resize=on_resize)
     except gradferry.GradferryError:
-        assert same_state(loader.state_dict(), before)
+        assert same(loader.state_dict(), before)
         return False
     return True
 
@@ -66,50 +66,28 @@ def check_loads(loader: Any, saved: dict[str, Any], on_resize: str, drawn: Drawn
     return refused
 
 
-def make_loader(kind: str, scenario: Scenario) -> Any:
-    if kind == "reducer":
-        reducer = make_reducer(scenario)
-        reduce(scenario, reducer, range(2))
-        return reducer
-    run = Run(scenario)
-    run.step(0)
-    run.step(1)
-    return run.state
+def case_damaged(way: str, on_resize: str, drawn: Drawn) -> int:
+    loader = WAYS[way](PLAIN)
+    saves = loader if on_resize == "strict" else WAYS[way](ON_NODES)
+    for step in range(2):
+        loader.step(step)
+        if saves is not loader:
+            saves.step(step)
+    saved = merged_of_all_ranks(saves.state.state_dict())
+    return check_loads(loader.state, saved, on_resize, drawn)
 
 
-def case_damaged(kind: str, on_resize: str, drawn: Drawn) -> int:
-    loader = make_loader(kind, PLAIN)
-    saved = loader if on_resize == "strict" else make_loader("reducer", ON_NODES)
-    return check_loads(loader, merged_of_all_ranks(saved.state_dict()), on_resize, drawn)
-
-
-def case_damaged_shards(drawn: Drawn) -> int:
-    from sharded_training import Training
-
-    training = Training(Sharding(2, 1), {"codec": "q4"})
-    training.train(range(1))
-    state = training.state
-    return check_loads(state, merged_of_all_ranks(state.state_dict()), "strict", drawn)
+CASES = [("reducer", "strict"), ("reducer", "mean"), ("hook", "strict"), ("shards", "strict")]
 
 
 @pytest.mark.parametrize("count", [QUICK, pytest.param(MANY, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("kind", "on_resize"), [("reducer", "strict"), ("reducer", "mean"), ("hook", "strict")]
-)
+@pytest.mark.parametrize(("way", "on_resize"), CASES)
 def test_damaged_state_loads_or_is_refused_and_changes_nothing(
-    worlds: Callable[[int], World], kind: str, on_resize: str, count: int
+    worlds: Callable[[int], World], way: str, on_resize: str, count: int
 ) -> None:
     what = (drawn(CHANGES, count), drawn(VALUES, count))
-    for refused in worlds(3).run(case_damaged, kind=kind, on_resize=on_resize, drawn=what):
+    for refused in worlds(3).run(case_damaged, way=way, on_resize=on_resize, drawn=what):
         assert refused > count // 3
-
-
-def test_damaged_state_of_shards_loads_or_is_refused_and_changes_nothing(
-    world_of_2: World,
-) -> None:
-    what = (drawn(CHANGES, QUICK), drawn(VALUES, QUICK))
-    for refused in world_of_2.run(case_damaged_shards, drawn=what):
-        assert refused > QUICK // 3
 
 
 @given(st.lists(st.one_of(VALUES, CHANGES.map(lambda changes: damaged({"a": 1}, changes)))))

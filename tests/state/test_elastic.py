@@ -4,24 +4,31 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gradferry.checkpoint import ResizedState, merge
 from gradferry.core.codec_spec import parse_codec
 from gradferry.ddp.state import bound_to
 from outcomes import Outcome, attempt
-from reducing import given, make_reducer, place_of, reduce, same
+from reducing import given, make_reducer, place_of, reduce
 from reference.engine import momentum_behind
 from residual_sums import aligned, assert_goes_on, reference_of, resize, still_missing, worker_mean
+from saved import same
 from scenario import Run, Scenario, Weight
+from stepping import warned
+from ways import WAYS
 from world import World
 
 Worlds = Callable[[int], World]
@@ -46,6 +53,10 @@ MODES: dict[str, dict[str, Any]] = {
         "codec": "topk:ratio=0.05",
         "options": {"momentum": 0.9, "warmup_steps": 5, "warmup": "q4"},
     },
+}
+WITHOUT_RESIDUALS: dict[str, dict[str, Any]] = {
+    "exact": {"codec": "exact"},
+    "auto": {"codec": "auto"},
 }
 
 
@@ -74,19 +85,7 @@ def scenario_on(mode: str, members: Members, device: str = "cpu") -> Scenario:
     size = sum(map(len, members))
     nodes = None if len(members) == size else members
     plain = Scenario(WEIGHTS, size, ddp={"bucket_cap_mb": 0.05}, nodes=nodes, device=device)
-    return dataclasses.replace(plain, **MODES[mode])
-
-
-class Trained:
-    """A training by a way in: the hook, or a Reducer."""
-
-    def __init__(self, way: str, scenario: Scenario) -> None:
-        if way == "hook":
-            run = Run(scenario)
-            self.state, self.step = run.state, run.step
-        else:
-            self.state = make_reducer(scenario)
-            self.step = lambda step: reduce(scenario, self.state, range(step, step + 1))[0]
+    return dataclasses.replace(plain, **{**MODES, **WITHOUT_RESIDUALS}[mode])
 
 
 def case_go_on(
@@ -95,17 +94,26 @@ def case_go_on(
     on_resize: str = "mean",
     steps: range = range(0),
     way: str = "hook",
+    disabled: bool = False,
 ) -> dict[str, Any]:
     """Loads, if there is something to load, and trains."""
-    training = Trained(way, scenario)
+    with mock.patch.dict(os.environ, {"GRADFERRY_DISABLE": str(int(disabled))}):
+        training = WAYS[way](scenario)
     held = [training.state.stats()["residual_bytes"]]
-    if saved is not None:
-        training.state.load_state_dict(merge(saved), on_resize=on_resize)
+    with warned() as said:
+        if saved is not None:
+            training.state.load_state_dict(merge(saved), on_resize=on_resize)
     held.append(training.state.stats()["residual_bytes"])
     loaded = training.state.state_dict()
     gradients = [training.step(step) for step in steps]
     saved_now = training.state.state_dict()
-    return {"bytes": held, "gradients": gradients, "loaded": loaded, "saved": saved_now}
+    return {
+        "bytes": held,
+        "said": [str(each.message) for each in said],
+        "gradients": gradients,
+        "loaded": loaded,
+        "saved": saved_now,
+    }
 
 
 def go_on(worlds: Worlds, scenario: Scenario, **how: Any) -> list[dict[str, Any]]:
@@ -215,7 +223,7 @@ def test_same_size_is_strict_whatever_on_resize_says(worlds: Worlds, way: str) -
     scenario = scenario_on("topk warm-up", apart(2))
     whole = go_on(worlds, scenario, steps=range(8), way=way)
     saved = states(go_on(worlds, scenario, steps=range(4), way=way))
-    for policy in ("strict", "mean", "drop"):
+    for policy in ("strict", "mean", "fold", "drop"):
         steps = range(4, 8)
         went_on = go_on(worlds, scenario, saved=saved, on_resize=policy, steps=steps, way=way)
         assert all(map(same, saved, states(went_on, "loaded")))
@@ -311,6 +319,40 @@ def test_a_world_of_one_takes_no_memory_where_it_has_nothing_to_deliver(
     assert dropped["loaded"]["steps"] == 3
 
 
+# --- gradients that pass through ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("way", "mode", "members"),
+    [
+        *(("hook", m, apart(2)) for m in ("q8", "exact", "auto", "sign1 momentum", "topk warm-up")),
+        ("hook", "q4", UNEVEN),
+        ("reducer", "q4", apart(2)),
+        ("shards", "q4", apart(2)),
+    ],
+)
+def test_disabled_trainings_save_their_steps_and_nothing_withheld(
+    worlds: Worlds, way: str, mode: str, members: Members
+) -> None:
+    def part(state: dict) -> dict:
+        return state if "steps" in state else next(iter(state.values()))  # of one shard
+
+    scenario, how = scenario_on(mode, members), {"way": way, "disabled": True}
+    off = states(go_on(worlds, scenario, steps=range(3), **how))
+    for policy in ("strict", "mean", "drop"):
+        answers = go_on(worlds, scenario, saved=off, on_resize=policy, steps=range(3, 4), way=way)
+        for rank, answer in enumerate(answers):
+            slot = part(answer["loaded"])[f"slot_{rank}"]
+            assert not slot["worker"].any()
+            assert not slot["owner"].any()
+            assert answer["said"] == []
+            assert [part(answer[key])["steps"] for key in ("loaded", "saved")] == [3, 4]
+    for answer in go_on(worlds, scenario, saved=states(answers), steps=range(4, 5), **how):
+        assert part(answer["saved"])["steps"] == 5
+        assert len(answer["said"]) == (mode != "exact")
+        assert all("the saved residuals are not used" in text for text in answer["said"])
+
+
 # --- codecs that are chosen -----------------------------------------------------------------------
 
 
@@ -381,10 +423,14 @@ def test_what_nodes_withheld_goes_to_the_new_delegates(worlds: Worlds) -> None:
 def case_refused(scenario: Scenario, attempts: list[tuple[list[dict], str]]) -> list[Outcome]:
     run = Run(scenario)
 
-    def load(saved: list[dict], policy: str) -> None:
-        run.state.load_state_dict(merge(saved), on_resize=policy)
-
-    return [attempt(lambda a=arguments: load(*a)) for arguments in attempts]
+    outcomes = []
+    for saved, policy in attempts:
+        before = run.state.state_dict()
+        outcomes.append(
+            attempt(lambda s=saved, p=policy: run.state.load_state_dict(merge(s), on_resize=p))
+        )
+        assert outcomes[-1].error is None or same(run.state.state_dict(), before)
+    return outcomes
 
 
 Case = tuple[list[dict], str, str | None]  # states, on_resize, and what is said of them
@@ -408,6 +454,7 @@ def with_slot(state: dict, rank: int, **changes: Any) -> dict:
 def test_what_cannot_be_resized_is_refused(worlds: Worlds) -> None:
     two = states(go_on(worlds, scenario_on("q4", apart(2)), steps=range(2)))
     stolen = with_slot(two[1], 1, owner_tiles=two[0]["slot_0"]["owner_tiles"])
+    without_slots = {key: two[0][key] for key in two[0] if "slot" not in key}
     cases: list[Case] = [
         (two, "strict", "has world_size 2, this hook has 3"),
         (two[:1], "mean", "slot_1 is missing"),
@@ -416,9 +463,14 @@ def test_what_cannot_be_resized_is_refused(worlds: Worlds) -> None:
         ([two[0], stolen], "mean", "which another slot has, too"),
         ([two[0], with_slot(two[1], 1, owner=torch.zeros(16))], "mean", "it was damaged"),
         ([], "mean", "no state to merge"),
+        (two, "fold", "takes what this rank itself saved"),
+        ([without_slots], "fold", "takes what this rank itself saved"),
         (two, "drop", None),
     ]
     assert_refused(worlds, scenario_on("q4", apart(3)), cases)
+    q8 = states(go_on(worlds, scenario_on("q8", apart(2)), steps=range(2)))
+    kept: list[Case] = [(q8[:1], "fold", "which are not kept here")]
+    assert_refused(worlds, scenario_on("q8", apart(3)), kept)
     alone: list[Case] = [
         (two, "strict", "has world_size 2, this hook has 1"),
         (two[:1], "mean", "slot_1 is missing"),
@@ -453,14 +505,12 @@ def test_what_lies_about_nodes_is_refused_by_name(worlds: Worlds) -> None:
     fewer = {"worker": last["worker"][:-end], "worker_tiles": last["worker_tiles"][:-1]}
     lacking = [*saved[:3], with_slot(saved[3], 3, **fewer)]
     lost = [with_slot(saved[0], 0, **none), saved[1], with_slot(saved[2], 2, **none), saved[3]]
-    no_nodes = (
-        *([[0, 1], [2]], [[0, 1], [2, 2]], [[2, 3], [0, 1]], [[0, 1], [3, 2]]),
-        *([[0, 1, 2, 3], []], [[0, True], [2, 3]], "nonsense", "5"),
-    )
+    no_nodes = ([[0, 1], [2]], [[2, 3], [0, 1]], [[0, 1, 2, 3], []], [[0, True], [2, 3]], "5")
     cases: list[Case] = [
         (saved, "strict", "has nodes [[0, 1], [2, 3]], this hook has nodes [[0, 2], [1, 3]]"),
         (flat, "strict", "has the flat exchange, this hook has nodes [[0, 2], [1, 3]]"),
         (saved[:3], "mean", "slot_3 is missing"),
+        *((each[:1], "fold", "is for the flat exchange") for each in (saved, flat)),
         *((claiming(nodes), "mean", "which do not say of 4 ranks") for nodes in no_nodes),
         ([{**state, "nodes": None} for state in saved], "mean", "nodes None"),
         ([{**state, "format": 2} for state in saved], "mean", "reads format 3"),
@@ -495,17 +545,22 @@ def test_what_lies_about_nodes_is_refused_by_name(worlds: Worlds) -> None:
 
 
 def case_dcp(scenario: Scenario, path: str, saves: bool, resized: bool) -> dict[str, Any]:
+    """The state that is saved, in the background while training goes on, or loaded."""
     run = Run(scenario)
-    if saves:
-        for step in range(3):
-            run.step(step)
     content = {"model": run.model.state_dict(), "hook": run.state}
-    if saves:
-        dcp.save(content, checkpoint_id=path)
-    else:
+    if not saves:
         content["hook"] = ResizedState(run.state, path) if resized else run.state
         dcp.load(content, checkpoint_id=path)
-    return run.state.state_dict()
+        return run.state.state_dict()
+    for step in range(3):
+        run.step(step)
+    before = copy.deepcopy(run.state.state_dict())
+    # It has collectives of its own in a thread, which must not meet those of DDP.
+    saving = dcp.async_save(content, checkpoint_id=path, process_group=dist.new_group())
+    run.step(3)
+    saving.result()
+    assert not same(before, run.state.state_dict())
+    return before
 
 
 @pytest.mark.torch_core

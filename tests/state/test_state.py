@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 from typing import Any
 
 import gradferry
 import pytest
 import torch
+import torch.distributed as dist
 from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import Run, Scenario, Weight
+from stepping import warned
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (120, 60)))
 SCENARIO = Scenario(WEIGHTS, 2, error_feedback="both", ddp={"bucket_cap_mb": 0.02})
@@ -129,21 +134,67 @@ def test_state_is_refused_in_the_middle_of_a_step() -> None:
     assert len(seen) == 3
 
 
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@on_ranks(2)
+def test_copied_state_says_that_it_is_unbound_and_can_be_bound(how: str) -> None:
+    run = Run(SCENARIO)
+    run.step(0)
+    with warned() as said:
+        state = COPIES[how](run.state)
+    (text,) = said
+    assert "is not bound to a model" in str(text.message)
+    assert repr(state) == "HookState(codec='q4', bound=False)"
+    ddp = DistributedDataParallel(copy.deepcopy(run.model))
+    state.bind(ddp)
+    ddp.register_comm_hook(state, gradferry.hook)
+    ddp(run.targets(0)).backward()
+    assert state.config == run.state.config
+    assert state.stats()["buckets"] > 0
+
+
+class Tied(nn.Module):
+    """A language model's: what embeds tokens also scores them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(ids)).sum()
+
+
+@on_ranks(2)
+def test_tied_weights_are_averaged_once() -> None:
+    plain = DistributedDataParallel(Tied())
+    ours = DistributedDataParallel(copy.deepcopy(plain.module))
+    state = gradferry.attach(ours, "exact")
+    for ddp in (plain, ours):
+        ddp(torch.arange(4) + 4 * dist.get_rank()).backward()
+    assert [parameter.name for parameter in state.parameters] == ["embedding.weight"]
+    # A sum of two, halved.
+    assert torch.equal(ours.module.embedding.weight.grad, plain.module.head.weight.grad)
+
+
 @on_ranks(2)
 def test_state_prints_the_outcome_of_the_rules_and_counts() -> None:
     run = Run(dataclasses.replace(SCENARIO, rules=(("second", "bf16"),), ddp={}))
     before = run.state.stats()
     for step in range(3):
         run.step(step)
-    with pytest.warns(UserWarning, match="attach again"):
-        copied = copy.deepcopy(run.state)
     text, after = str(run.state), run.state.stats()
     assert f"gradferry: q4, error feedback both, rank {run.rank} of 2" in text
     assert "q4: 1 parameters, 6,300 elements (46.5%), 4.28 bits/element" in text
     assert "bf16: 1 parameters, 7,200 elements (53.1%), 16.00 bits/element" in text
     assert "exempt from compression: bias" in text
     assert repr(run.state) == "HookState(codec='q4', bound=True)"
-    assert repr(copied) == "HookState(codec='q4', bound=False)"
     assert run.ddp._get_ddp_logging_data()["comm_hook"] == "gradferry:q4"
     codecs = {p.name: str(p.codec) for p in run.state.parameters}
     assert codecs == {"first": "q4", "bias": "exact", "second": "bf16"}

@@ -31,7 +31,7 @@ FILES = (
     "test_rank_mismatch.py",
     "test_elastic.py",
     "test_workspace.py",
-    "test_diloco_device.py",
+    "test_diloco_resume.py",
 )
 # What only the fake device has.
 ONLY_FAKE = re.compile(
