@@ -4,7 +4,8 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
+#include <numeric>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -58,23 +59,14 @@ TEST(HugeParameter, LayoutCountsItsTilesAndResiduals) {
     // 2^31 is whole tiles, and so is all of 5000 but 904 elements.
     EXPECT_EQ(layout.tile_elements(parameter, parameter.num_tiles - 1), 904);
   }
-  uint64_t owned = 0;
-  for (const Parameter& parameter : layout.parameters()) {
-    for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
-      if (layout.owner(parameter.first_tile + t) != 0) continue;
-      ASSERT_EQ(layout.owner_residual_offset(parameter.first_tile + t), owned);
-      owned += (layout.tile_elements(parameter, t) + 15) / 16 * 16;
-    }
-  }
   const uint64_t aligned = (kHugeElements + 15) / 16 * 16;
   EXPECT_EQ(layout.worker_residual_range(layout.parameters()[1]).begin, aligned);
   EXPECT_EQ(layout.worker_residual_range(layout.parameters()[2]).begin, 2 * aligned);
   EXPECT_EQ(layout.worker_residual_elements(), 2 * aligned + kLastElements);
-  EXPECT_EQ(layout.owner_residual_elements(), owned);
   EXPECT_GT(layout.worker_residual_elements(), uint64_t{UINT32_MAX});
   // Of equal tiles every rank gets a third, to within one; three tiles are shorter.
-  EXPECT_NEAR(static_cast<double>(owned), static_cast<double>(kElements) / kWorldSize,
-              4 * kTileElements);
+  EXPECT_NEAR(static_cast<double>(layout.owner_residual_elements()),
+              static_cast<double>(kElements) / kWorldSize, 4 * kTileElements);
 }
 
 TEST(HugeParameter, PlanHasEveryElementOnceWhereItLies) {
@@ -105,33 +97,6 @@ TEST(HugeParameter, PlanHasEveryElementOnceWhereItLies) {
   EXPECT_EQ(element, kElements);
 }
 
-// One element is a whole block of rht, and less with both other codecs.
-TEST(Warmup, TilesKeepTheirOwnersAndFitWithEveryCodec) {
-  std::vector<ParameterSpec> specs(5, huge("one", true));
-  for (uint32_t i = 0; i < specs.size(); ++i) specs[i].num_elements = 1 + i * kTileElements;
-  const Layout dense(specs, 0, Nodes::flat(kWorldSize));
-  for (ParameterSpec& spec : specs) spec.warmup = "rht:bits=4";
-  const Layout layout(specs, 0, Nodes::flat(kWorldSize));
-  std::vector<uint64_t> shards(kWorldSize);
-  for (const Parameter& parameter : layout.parameters()) {
-    for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
-      const uint64_t id = parameter.first_tile + t;
-      ASSERT_EQ(layout.owner(id), dense.owner(id));
-      uint32_t largest = 0;
-      for (const CodecChoice choice :
-           {CodecChoice::kOwn, CodecChoice::kWarmup, CodecChoice::kExact}) {
-        const uint32_t n = layout.tile_elements(parameter, t);
-        largest = std::max(largest, layout.payload_bytes(parameter, n, Stage::kWorker, choice));
-      }
-      shards[layout.owner(id)] += largest;
-    }
-  }
-  EXPECT_EQ(layout.largest_shard_bytes(), std::ranges::max(shards));
-  EXPECT_GT(layout.largest_shard_bytes(), dense.largest_shard_bytes());
-  const Parameter& one = layout.parameters()[0];
-  EXPECT_EQ(layout.payload_bytes(one, 1, Stage::kOwner, CodecChoice::kWarmup), 80);
-}
-
 TEST(HugeParameter, MoreTilesThanCanBeNumberedAreRefusedByName) {
   ParameterSpec spec = huge("everything", false);
   spec.num_elements = uint64_t{1} << 45;
@@ -148,25 +113,33 @@ TEST(HugeParameter, MoreTilesThanCanBeNumberedAreRefusedByName) {
 
 // --- padding of messages to owners
 
-std::vector<uint32_t> scatter_sizes(uint64_t first_elements, uint64_t second_elements,
-                                    uint32_t chunk_bytes, bool equal_scatter) {
-  std::vector<ParameterSpec> parameters;
-  for (const uint64_t num_elements : {first_elements, second_elements}) {
-    parameters.push_back({.name = parameters.empty() ? "first" : "second",
-                          .num_elements = num_elements,
-                          .dtype = ScalarType::kFloat32,
-                          .codec = "exact",
-                          .warmup = "exact",
-                          .worker_residual = false,
-                          .owner_residual = false});
-  }
-  const Layout layout(parameters, 0, Nodes::flat(2));
-  const BucketPlan plan = make_plan(layout, {0, 1},
-                                    {.rank = 0,
-                                     .chunk_bytes = chunk_bytes,
-                                     .equal_scatter = equal_scatter,
-                                     .codecs = CodecChoice::kOwn,
-                                     .residuals = false});
+ParameterSpec exact(uint64_t num_elements, std::optional<uint32_t> owner = std::nullopt) {
+  return {.name = "weight",
+          .num_elements = num_elements,
+          .dtype = ScalarType::kFloat32,
+          .codec = "exact",
+          .warmup = "exact",
+          .worker_residual = false,
+          .owner_residual = false,
+          .owner = owner};
+}
+
+BucketPlan plan_of(const std::vector<ParameterSpec>& parameters, uint32_t world_size,
+                   const PlanOptions& options) {
+  std::vector<uint32_t> all(parameters.size());
+  std::iota(all.begin(), all.end(), 0);
+  return make_plan({parameters, options.rank, Nodes::flat(world_size)}, all, options);
+}
+
+// Of messages to two owners, each of whom has one of two parameters.
+std::vector<uint32_t> scatter_sizes(uint64_t second_elements, uint32_t chunk_bytes,
+                                    bool equal_scatter) {
+  const BucketPlan plan = plan_of({exact(4096), exact(second_elements)}, 2,
+                                  {.rank = 0,
+                                   .chunk_bytes = chunk_bytes,
+                                   .equal_scatter = equal_scatter,
+                                   .codecs = CodecChoice::kOwn,
+                                   .residuals = false});
   EXPECT_EQ(plan.chunks.size(), 1);
   std::vector<uint32_t> sizes;
   for (const Shard& shard : plan.chunks[0].shards) sizes.push_back(shard.scatter_bytes);
@@ -176,17 +149,40 @@ std::vector<uint32_t> scatter_sizes(uint64_t first_elements, uint64_t second_ele
 // A tile for each of two ranks, the second one of n elements. Padding is 4 (4096 - n) bytes of
 // 2 * 64 + 4 (4096 + n): at most 1/32 from n = 3848 on, as sizes are multiples of 16.
 TEST(EqualScatter, PadsWhereThatIsAtMostAThirtySecond) {
-  const std::vector<uint32_t> padded{64 + 16384, 64 + 16384}, below{64 + 16384, 64 + 15376};
-  EXPECT_EQ(scatter_sizes(4096, 3848, kChunkBytes, true), padded);
-  EXPECT_EQ(scatter_sizes(4096, 3844, kChunkBytes, true), below);
-  EXPECT_EQ(scatter_sizes(4096, 3848, kChunkBytes, false),
-            (std::vector<uint32_t>{64 + 16384, 64 + 15392}));
+  using Sizes = std::vector<uint32_t>;
+  EXPECT_EQ(scatter_sizes(3848, kChunkBytes, true), (Sizes{64 + 16384, 64 + 16384}));
+  EXPECT_EQ(scatter_sizes(3844, kChunkBytes, true), (Sizes{64 + 16384, 64 + 15376}));
+  EXPECT_EQ(scatter_sizes(3848, kChunkBytes, false), (Sizes{64 + 16384, 64 + 15392}));
+  // Buffers have room for one message that is longer than a chunk, not for one to every rank.
+  EXPECT_EQ(scatter_sizes(4092, 16368, true), (Sizes{64 + 16384, 64 + 16368}));
 }
 
-// Buffers have room for one message that is longer than a chunk, not for one to every rank.
-TEST(EqualScatter, DoesNotPadToATileThatIsLongerThanAChunk) {
-  EXPECT_EQ(scatter_sizes(4096, 4092, 16368, true),
-            (std::vector<uint32_t>{64 + 16384, 64 + 16368}));
+// --- a reduce-scatter
+
+// The bucket has all of a rank first: tiles of a weight, and 21 elements of a bias, padded to 96
+// bytes. Chunks have two tiles of every rank that has any left.
+TEST(ReduceScatter, ShardsOfAnyLengthAreDealtInTurns) {
+  constexpr uint32_t kTileBytes = kTileElements * sizeof(float);
+  std::vector<ParameterSpec> shards;
+  for (const uint32_t rank : {0U, 1U, 2U}) {
+    constexpr uint64_t kTiles[] = {0, 1, 4};
+    shards.push_back(exact(kTiles[rank] * kTileElements, rank));
+    shards.push_back(exact(21, rank));
+  }
+  const BucketPlan plan = plan_of(shards, kWorldSize,
+                                  {.rank = 1,
+                                   .chunk_bytes = 2 * kTileBytes,
+                                   .equal_scatter = false,
+                                   .codecs = CodecChoice::kOwn,
+                                   .residuals = false,
+                                   .collective = Collective::kReduceScatter});
+  std::vector<std::vector<uint32_t>> sizes;  // by chunk and rank
+  for (const ChunkPlan& chunk : plan.chunks) {
+    std::vector<uint32_t>& of_chunk = sizes.emplace_back();
+    for (const Shard& each : chunk.shards) of_chunk.push_back(each.worker_bytes);
+  }
+  EXPECT_EQ(sizes, (std::vector<std::vector<uint32_t>>{
+                       {96, kTileBytes + 96, 2 * kTileBytes}, {0, 0, 2 * kTileBytes}, {0, 0, 96}}));
 }
 
 }  // namespace

@@ -31,39 +31,12 @@ ParameterSpec parameter(const char* name, uint64_t num_elements, const char* cod
           .owner_residual = false};
 }
 
-// Matrices with three tiles per rank, and what lies between them.
-Layout layout_of(uint32_t world_size) {
-  const uint64_t tiles = uint64_t{3} * world_size + 1;
-  return {{parameter("matrix", tiles * kTileElements, "q4"), parameter("bias", 5000, "exact"),
-           parameter("wide", tiles * kTileElements / 2, "q8"), parameter("norm", 64, "exact")},
-          0,
-          Nodes::flat(world_size)};
-}
-
-WorkspaceLimits limits(uint64_t cap_bytes, uint64_t other_bytes, size_t most_slots = kMostSlots,
-                       bool gathers_in_place = false) {
+WorkspaceLimits limits(uint64_t cap_bytes, uint64_t other_bytes) {
   return {.cap_bytes = cap_bytes,
           .other_bytes = other_bytes,
-          .most_slots = most_slots,
-          .gathers_in_place = gathers_in_place};
+          .most_slots = kMostSlots,
+          .gathers_in_place = false};
 }
-
-class World : public testing::TestWithParam<uint32_t> {};
-
-TEST_P(World, KeepsWithinTheLimit) {
-  const uint32_t world_size = GetParam();
-  const Layout layout = layout_of(world_size);
-  for (const uint32_t most : {kChunkBytes, kStreamChunkBytes}) {
-    const uint32_t chunk_bytes = chunk_bytes_within(kCap, world_size, most);
-    const Workspace workspace = plan_workspace(layout, chunk_bytes, limits(kCap, kOther));
-    EXPECT_LE(workspace.bytes() + kOther, kCap);
-    EXPECT_GE(workspace.slots, world_size <= 512 ? kMostSlots : 1);
-    EXPECT_GE(workspace.receive_bytes, world_size * workspace.message_bytes);
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(Workspace, World,
-                         testing::Values(2, 3, 8, 13, 14, 64, 512, 1024, 2048, 4096));
 
 // The limit divided by the messages of four chunks of 128 KiB, 3 per rank and one more each.
 TEST(Workspace, SmallWorldsHaveTheChunksThatSuitTheLink) {
@@ -95,22 +68,28 @@ Nodes nodes_of(const std::vector<uint32_t>& sizes) {
   return Nodes(members);
 }
 
-TEST(Workspace, NodesOfAnySizeHaveFourChunksWithinTheLimit) {
-  const std::vector<std::vector<uint32_t>> shapes = {{2, 2},
-                                                     {2, 1},
-                                                     {4},
-                                                     {8, 8},
-                                                     {8, 8, 8, 3},
-                                                     std::vector<uint32_t>(32, 8),
-                                                     std::vector<uint32_t>(2, 16)};
+// Up to 512 ranks have four chunks, those of the largest worlds one at least.
+TEST(Workspace, NodesOfAnySizeKeepWithinTheLimit) {
+  std::vector<std::vector<uint32_t>> shapes = {
+      {2, 2}, {2, 1}, {4}, {8, 8}, {8, 8, 8, 3}, std::vector<uint32_t>(32, 8), {16, 16}};
+  for (const uint32_t flat : {2, 3, 8, 13, 14, 64, 512, 1024, 2048, 4096}) {
+    shapes.emplace_back(flat, 1);
+  }
   for (const auto& sizes : shapes) {
     const Nodes nodes = nodes_of(sizes);
-    const uint32_t chunk_bytes = chunk_bytes_within(kCap, nodes.world_size(), kChunkBytes);
-    for (const uint32_t rank : {0U, nodes.world_size() - 1, sizes[0] - 1}) {
-      const Layout layout({parameter("matrix", uint64_t{1} << 24, "exact")}, rank, nodes);
-      const Workspace workspace = plan_workspace(layout, chunk_bytes, limits(kCap, kOther));
-      EXPECT_EQ(workspace.slots, kMostSlots) << sizes.size() << " nodes of " << sizes[0];
-      EXPECT_LE(workspace.bytes() + kOther, kCap);
+    const uint64_t tiles = uint64_t{3} * nodes.world_size() + 1;
+    const std::vector<ParameterSpec> parameters = {
+        parameter("matrix", tiles * kTileElements, "q4"), parameter("bias", 5000, "exact"),
+        parameter("wide", tiles * kTileElements / 2, "q8"), parameter("norm", 64, "exact")};
+    for (const uint32_t most : {kChunkBytes, kStreamChunkBytes}) {
+      const uint32_t chunk_bytes = chunk_bytes_within(kCap, nodes.world_size(), most);
+      for (const uint32_t rank : {0U, nodes.world_size() - 1, sizes[0] - 1}) {
+        SCOPED_TRACE(std::to_string(sizes.size()) + " nodes of " + std::to_string(sizes[0]));
+        const Layout layout(parameters, rank, nodes);
+        const Workspace workspace = plan_workspace(layout, chunk_bytes, limits(kCap, kOther));
+        EXPECT_LE(workspace.bytes() + kOther, kCap);
+        EXPECT_GE(workspace.slots, nodes.world_size() <= 512 ? kMostSlots : 1);
+      }
     }
   }
 }
@@ -120,34 +99,6 @@ TEST(Workspace, GradientsBetweenRanksOfANodeKeepARoundSizeWhereThereIsMemory) {
   EXPECT_LT(dense_bytes_within(kCap, kChunkBytes, nodes_of({8, 8})), kMostDenseBytes);
   EXPECT_EQ(dense_bytes_within(kMiB, kChunkBytes, nodes_of({8, 8})),
             kTileElements * sizeof(double));
-}
-
-// Four slots, then three, two, one, and one whose buffers take turns.
-TEST(Workspace, LessMemoryMeansFewerChunksInFlight) {
-  const Layout layout = layout_of(8);
-  const uint32_t chunk_bytes = 32768;
-  const uint64_t slot = plan_workspace(layout, chunk_bytes, limits(kCap, 0, 1)).bytes();
-  for (size_t slots = kMostSlots; slots >= 1; --slots) {
-    const Workspace workspace =
-        plan_workspace(layout, chunk_bytes, limits(slots * slot + 100, 100));
-    EXPECT_EQ(workspace.slots, slots);
-    EXPECT_FALSE(workspace.shared_receive);
-  }
-  const Workspace least = plan_workspace(layout, chunk_bytes, limits(slot - 1, 0));
-  EXPECT_EQ(least.slots, 1);
-  EXPECT_TRUE(least.shared_receive);
-  EXPECT_EQ(least.bytes(), slot - least.receive_bytes);
-}
-
-// Only then is room for the message itself needed: a reduce reads what it would overwrite.
-TEST(Workspace, AGatherInPlaceNeedsItsOwnMemoryOnlyWhereBuffersTakeTurns) {
-  const Layout layout = layout_of(8);
-  const Workspace usual = plan_workspace(layout, 32768, limits(kCap, 0, 1, true));
-  EXPECT_EQ(usual.own_message_bytes, 0);
-  EXPECT_EQ(usual.bytes(), usual.send_bytes + 2 * usual.receive_bytes);
-  const Workspace least = plan_workspace(layout, 32768, limits(usual.bytes() - 1, 0, 1, true));
-  EXPECT_EQ(least.own_message_bytes, least.message_bytes);
-  EXPECT_EQ(least.bytes(), least.send_bytes + least.receive_bytes + least.message_bytes);
 }
 
 // An owner receives 4096 payloads of 32 KiB for every tile of float64.
@@ -167,6 +118,23 @@ TEST(Workspace, WhatCannotFitIsRefusedWithTheLeastThatDoes) {
     EXPECT_NO_THROW((void)plan_workspace(layout, chunk_bytes, limits(needed * kMiB, 0)));
     EXPECT_ANY_THROW((void)plan_workspace(layout, chunk_bytes, limits((needed - 1) * kMiB, 0)));
   }
+}
+
+// Nothing is gathered. Down to one slot, and no further: nothing is left that could share memory.
+TEST(Workspace, AReduceScatterHasNoRoomForWhatIsNotGathered) {
+  ParameterSpec shard = parameter("weight", 8 * kTileElements, "q4");
+  shard.owner = 0;
+  const Layout layout({shard}, 0, Nodes::flat(3));
+  WorkspaceLimits most = limits(kCap, 0);
+  most.collective = Collective::kReduceScatter;
+  const Workspace workspace = plan_workspace(layout, 32768, most);
+  EXPECT_EQ(workspace.slots, kMostSlots);
+  EXPECT_EQ(workspace.slot_bytes(), workspace.send_bytes + workspace.receive_bytes);
+  WorkspaceLimits least = most;
+  least.cap_bytes = workspace.slot_bytes();
+  EXPECT_EQ(plan_workspace(layout, 32768, least).slots, 1);
+  --least.cap_bytes;
+  EXPECT_THROW((void)plan_workspace(layout, 32768, least), Error);
 }
 
 }  // namespace

@@ -126,13 +126,16 @@ uint32_t bytes_of(const Rank& rank, const Tile& tile, Stage stage, const PlanOpt
                                    options.codecs);
 }
 
-// Residuals of a rank's tiles lie apart, inside of what the layout counts.
-void check_residuals(const Layout& layout) {
+// Owners are those of parameters that have one. Residuals of a rank's tiles lie apart, inside of
+// what the layout counts.
+void check_layout(const World& world, const Layout& layout) {
   Ranges worker, owner;
-  for (const Parameter& parameter : layout.parameters()) {
+  for (size_t i = 0; i < world.parameters.size(); ++i) {
+    const Parameter& parameter = layout.parameters()[i];
     for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
       const uint64_t id = parameter.first_tile + t;
       ASSERT_EQ(&layout.parameter_of(id), &parameter);
+      ASSERT_EQ(layout.owner(id), world.parameters[i].owner.value_or(layout.owner(id)));
       const uint32_t n = layout.tile_elements(parameter, t);
       ASSERT_TRUE(n >= 1 && n <= kTileElements);
       const uint64_t at = layout.worker_residual_offset(id), own = layout.owner_residual_offset(id);
@@ -342,7 +345,7 @@ void run(Bytes input) {
   check_elements(world, ranks);
   std::vector<Workspace> spaces;
   for (uint32_t r = 0; r < ranks.size(); ++r) {
-    check_residuals(ranks[r].layout);
+    check_layout(world, ranks[r].layout);
     ASSERT_EQ(ranks[r].plan.chunks.size(), ranks[0].plan.chunks.size());
     for (size_t c = 0; c < ranks[r].plan.chunks.size(); ++c) {
       const bool sends = scatters(world.limits.collective) && nodes.is_leader(r);

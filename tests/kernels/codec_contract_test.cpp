@@ -237,51 +237,6 @@ TEST_P(RankSums, OfBytesThatNoEncoderWrote) {
   }
 }
 
-// --- payloads that break the format --------------------------------------------------------------
-
-// A payload with every value of every byte, and with words in all places that mean something in a
-// scale of 16 bits: what the document calls corrupt, and nothing else, is found out.
-TEST(CorruptPayloads, AreThoseOfTheDocument) {
-  std::vector<uint32_t> changes;
-  for (uint32_t byte = 0; byte < 256; ++byte) changes.push_back(byte);
-  for (const uint32_t word :
-       {0x0000u, 0x0001u, 0x007fu, 0x0080u, 0x3f80u, 0x7c01u, 0x7c02u, 0x7f7fu, 0x7f80u, 0x7fbfu,
-        0x7fc0u, 0x7fc1u, 0x7fffu, 0x8000u, 0x8080u, 0xbf80u, 0xff80u, 0xffc0u, 0xffffu}) {
-    changes.push_back(word | 1u << 16);
-  }
-  std::vector<std::string> codecs = all_codecs();
-  // Several indices, of an odd number; and of a bitmap values in q4.
-  codecs.insert(codecs.end(),
-                {"topk:ratio=0.05", "topk:ratio=0.05,values=q4", "topk:ratio=0.25,values=q4"});
-  for (const std::string& codec : codecs) {
-    for (const uint32_t n : {1u, 140u}) {
-      SCOPED_TRACE(codec + ", elements: " + std::to_string(n));
-      CallSetup s;
-      s.codec = codec;
-      s.sizes.assign(changes.size(), n);
-      const Laws laws(s);
-      const std::vector<std::byte> zeros(laws.run().payload_bytes(n, Stage::kWorker));
-      if (!verdict_on(parse_codec(codec), zeros.data(), n, Stage::kWorker))
-        continue;  // all are fine
-      std::vector<double> one = make_input(Input::kGaussian, n, 5), all;
-      for (size_t i = 0; i < changes.size(); ++i) all.insert(all.end(), one.begin(), one.end());
-      const Buffer right =
-          laws.run().encode(Isa::kScalar, laws.run().gradient_from(all), Buffer()).payload;
-      const uint32_t num_bytes = laws.run().payload_bytes(n, Stage::kWorker);
-      for (uint32_t place = 0; place + 1 < num_bytes; ++place) {
-        Buffer payload = right;
-        for (size_t i = 0; i < changes.size(); ++i) {
-          std::byte* to = payload.data() + i * num_bytes + place;
-          to[0] = std::byte(changes[i] & 255);
-          if (changes[i] >= 1u << 16) to[1] = std::byte(changes[i] >> 8 & 255);
-        }
-        laws.decode(payload, Buffer(), Stage::kWorker);
-        if (::testing::Test::HasFailure()) return;
-      }
-    }
-  }
-}
-
 // --- how a codec is called -----------------------------------------------------------------------
 
 #if defined(__x86_64__)

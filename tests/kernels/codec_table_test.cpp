@@ -2,115 +2,66 @@
 // error says.
 #include <gtest/gtest.h>
 
-#include <array>
+#include <span>
+#include <string>
 
+#include "gradferry/codec.h"
 #include "gradferry/device_library.h"
 #include "gradferry/error.h"
-#include "kernels/parse_codec.h"
 
 namespace gradferry {
 namespace {
 
-constexpr std::array<std::string_view, 2> kValueChoices = {"bf16", "q4"};
-constexpr std::array<OptionSpec, 3> kOptions = {{
-    {.name = "ratio",
-     .default_value = "0.01",
-     .help = "",
-     .minimum = 1e-6,
-     .maximum = 0.25,
-     .choices = {}},
-    {.name = "owner_ratio",
-     .default_value = "",
-     .help = "",
-     .minimum = 1e-6,
-     .maximum = 0.25,
-     .choices = {}},
-    {.name = "values",
-     .default_value = "bf16",
-     .help = "",
-     .minimum = 0,
-     .maximum = 0,
-     .choices = kValueChoices},
-}};
-
-CodecOptions count_values(std::span<const std::string_view> values) {
-  return CodecOptions::from<uint32_t>(static_cast<uint32_t>(values.size()));
-}
-
-std::vector<Codec> table() {
-  Codec sparse = {};
-  sparse.name = "sparse";
-  sparse.options = kOptions;
-  sparse.parse = &count_values;
-  Codec plain = {};
-  plain.name = "plain";
-  plain.parse = &count_values;
-  return {plain, sparse};
-}
-
-std::string canonical(std::string_view text) {
-  static const std::vector<Codec> codecs = table();
-  return parse_codec_in(text, codecs).canonical;
-}
-
-std::string error_of(std::string_view text) {
-  try {
-    return "accepted as " + canonical(text);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
-    return error.what();
-  }
-}
-
-bool contains(const std::string& text, std::string_view part) {
-  return text.find(part) != std::string::npos;
-}
-
 TEST(ParseCodec, CanonicalTextSpellsOutDefaultsInTableOrder) {
-  EXPECT_EQ(canonical("plain"), "plain");
-  EXPECT_EQ(canonical("sparse"), "sparse:ratio=0.01,values=bf16");
-  EXPECT_EQ(canonical("sparse:values=q4,ratio=1e-2"), "sparse:ratio=0.01,values=q4");
-  EXPECT_EQ(canonical("sparse:owner_ratio=0.0400"),
-            "sparse:ratio=0.01,owner_ratio=0.04,values=bf16");
+  const auto canonical = [](const char* text) { return parse_codec(text).canonical; };
+  EXPECT_EQ(canonical("exact"), "exact");
+  EXPECT_EQ(canonical("topk"), "topk:ratio=0.01,values=bf16");
+  EXPECT_EQ(canonical("topk:values=q4,ratio=1e-2"), "topk:ratio=0.01,values=q4");
+  EXPECT_EQ(canonical("topk:owner_ratio=0.0400"), "topk:ratio=0.01,owner_ratio=0.04,values=bf16");
+  EXPECT_EQ(canonical("topk:ratio=0.02,owner_ratio=0.02"),
+            "topk:ratio=0.02,owner_ratio=0.02,values=bf16");
 }
 
-TEST(ParseCodec, MisspeltNamesGetASuggestion) {
-  EXPECT_TRUE(contains(error_of("sparze"), "Did you mean 'sparse'?"));
-  EXPECT_TRUE(contains(error_of("zzzzzzzz"), "Codecs: plain, sparse"));
-  EXPECT_FALSE(contains(error_of("zzzzzzzz"), "Did you mean"));
-  EXPECT_TRUE(contains(error_of("sparse:ration=0.1"), "Did you mean 'ratio'?"));
-  EXPECT_TRUE(contains(error_of("sparse:values=bf61"), "Did you mean 'bf16'?"));
-}
+struct Refusal {
+  const char* text;
+  const char* says;
+  bool suggests = false;  // what may have been meant
+};
 
-TEST(ParseCodec, BadOptionsSayWhatToWriteInstead) {
-  EXPECT_TRUE(contains(error_of("sparse:ratio=2"), "a number from 1e-06 to 0.25"));
-  EXPECT_TRUE(contains(error_of("sparse:ratio=x"), "not a number from"));
-  EXPECT_TRUE(contains(error_of("sparse:ratio=nan"), "not a number from"));
-  EXPECT_TRUE(contains(error_of("sparse:ratio=0.1x"), "not a number from"));
-  EXPECT_TRUE(contains(error_of("sparse:ratio"), "not of the form option=value"));
-  EXPECT_TRUE(contains(error_of("sparse:"), "not of the form option=value"));
-  EXPECT_TRUE(contains(error_of("sparse:ratio=0.1,"), "not of the form option=value"));
-  EXPECT_TRUE(contains(error_of("sparse:ratio=0.1,ratio=0.2"), "given twice"));
-  EXPECT_TRUE(contains(error_of("plain:ratio=1"), "has no options"));
-  EXPECT_TRUE(contains(error_of("plain:4"), "has no options"));
-  EXPECT_TRUE(contains(error_of(""), "there is no codec ''"));
-}
-
-TEST(ParseCodec, ValuesWithoutTheirOptionGetASuggestion) {
-  EXPECT_TRUE(contains(error_of("sparse:0.1"), "Did you mean 'ratio=0.1'?"));
-  EXPECT_TRUE(contains(error_of("sparse:q4"), "Did you mean 'values=q4'?"));
-  EXPECT_FALSE(contains(error_of("sparse:2"), "Did you mean"));  // no option takes it
-  EXPECT_FALSE(contains(error_of("sparse:nan"), "Did you mean"));
-}
-
-TEST(ParseCodec, TopkRefusesAnOwnerThatKeepsFewerThanWorkers) {
-  EXPECT_NO_THROW(parse_codec("topk:ratio=0.02,owner_ratio=0.02"));
-  try {
-    parse_codec("topk:ratio=0.02,owner_ratio=0.01");
-    FAIL() << "accepted";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
-    EXPECT_TRUE(contains(error.what(), "owner_ratio is 0.01, less than ratio"));
+TEST(ParseCodec, BadStringsSayWhatToWriteInstead) {
+  constexpr Refusal kRefusals[] = {
+      {"topj", "Did you mean 'topk'?", true},
+      {"zzzzzzzz", "Codecs: exact, bf16, "},
+      {"", "there is no codec ''"},
+      {"topk:ration=0.1", "Did you mean 'ratio'?", true},
+      {"topk:values=bf61", "Did you mean 'bf16'?", true},
+      {"topk:ratio=2", "a number from 0.001 to 0.25"},
+      {"topk:ratio=x", "not a number from"},
+      {"topk:ratio=nan", "not a number from"},
+      {"topk:ratio=0.1x", "not a number from"},
+      {"topk:ratio", "not of the form option=value"},
+      {"topk:", "not of the form option=value"},
+      {"topk:ratio=0.1,", "not of the form option=value"},
+      {"topk:ratio=0.1,ratio=0.2", "given twice"},
+      {"topk:ratio=0.02,owner_ratio=0.01", "owner_ratio is 0.01, less than ratio"},
+      {"exact:ratio=1", "has no options"},
+      {"exact:4", "has no options"},
+      // Values without their option, of which no option takes the last two.
+      {"topk:0.1", "Did you mean 'ratio=0.1'?", true},
+      {"topk:q4", "Did you mean 'values=q4'?", true},
+      {"topk:2", "not of the form option=value"},
+      {"topk:nan", "not of the form option=value"},
+  };
+  for (const auto& [text, says, suggests] : kRefusals) {
+    try {
+      parse_codec(text);
+      ADD_FAILURE() << text << " was accepted";
+    } catch (const Error& error) {
+      const std::string what = error.what();
+      EXPECT_EQ(error.kind(), ErrorKind::kConfig);
+      EXPECT_NE(what.find(says), std::string::npos) << what;
+      EXPECT_EQ(what.find("Did you mean") != std::string::npos, suggests) << what;
+    }
   }
 }
 
@@ -163,8 +114,7 @@ TEST(IsaDeathTest, EnvironmentForcesOneOrIsRefused) {
       ::testing::ExitedWithCode(7), "GRADFERRY_ISA is 'avx1024'.*scalar");
 }
 
-// --- libraries of kernels for devices
-// --------------------------------------------------------------
+// --- libraries of kernels for devices ------------------------------------------------------------
 
 void expect_no_library() {
   try {

@@ -23,10 +23,6 @@ inline const std::map<std::string, std::string>& golden_archive(const std::strin
   return found->second;
 }
 
-inline std::string golden(const std::string& archive, const std::string& name) {
-  return golden_archive(archive).at(name + ".bin");
-}
-
 inline void expect_golden(const std::string& archive, const std::string& name,
                           const std::string& found) {
   if (const char* folder = std::getenv("GRADFERRY_WRITE_GOLDEN")) {
@@ -35,7 +31,8 @@ inline void expect_golden(const std::string& archive, const std::string& name,
     std::ofstream(path / (name + ".bin"), std::ios::binary) << found;
     return;
   }
-  EXPECT_TRUE(golden(archive, name) == found) << name << " of " << archive << " differs";
+  EXPECT_TRUE(golden_archive(archive).at(name + ".bin") == found)
+      << name << " of " << archive << " differs";
 }
 
 template <class Bytes>

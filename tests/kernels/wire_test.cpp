@@ -1,17 +1,23 @@
-// What docs/reference/wire_format.md promises of headers and of checksums: the law of headers is
-// its table, and every field of it is looked at.
+// What docs/reference/wire_format.md promises of headers, commits, checksums and hashes: the law of
+// headers is its table, and every field of it is looked at.
 #include "gradferry/wire.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
 #include <fstream>
+#include <map>
+#include <numeric>
 #include <random>
 #include <sstream>
 #include <string>
 #include <vector>
+
+#include "hooks/hash64.h"
+#include "hooks/protocol/messages.h"
 
 namespace gradferry::testing {
 namespace {
@@ -22,11 +28,11 @@ struct Row {
   std::string name;
 };
 
-// The rows of the first table after "### Header".
-std::vector<Row> documented() {
+// The rows of the first table after a heading.
+std::vector<Row> documented(const std::string& heading) {
   std::ifstream file(GRADFERRY_WIRE_FORMAT);
   std::string line;
-  while (std::getline(file, line) && !line.starts_with("### Header")) {
+  while (std::getline(file, line) && !line.starts_with("### " + heading)) {
   }
   std::vector<Row> rows;
   while (std::getline(file, line) && !line.starts_with("###")) {
@@ -50,7 +56,7 @@ constexpr MessageHeader kHeader = make_header({.config_hash = 0x1122334455667788
                                               /*payload_bytes=*/4096, /*checksum=*/0xabcdef);
 
 TEST(HeaderLaw, IsTheTableOfTheDocument) {
-  const std::vector<Row> rows = documented();
+  const std::vector<Row> rows = documented("Header");
   uint32_t end = 0;
   for (const Row& row : rows) {
     EXPECT_EQ(row.offset, end) << row.name;
@@ -98,8 +104,55 @@ TEST(HeaderLaw, OfChecksumsThatOfTheSenderIsExpected) {
   EXPECT_EQ(found.received, kHeader.checksum);
 }
 
-// --- checksums
-// ------------------------------------------------------------------------------------
+// --- commits and hashes --------------------------------------------------------------------------
+
+TEST(CommitRecord, IsTheTableOfTheDocument) {
+  const Fault fault{WireStatus::kBadChecksum, Phase::kGather,     3,
+                    (1ull << 32) + 5,         0x0123456789abcdef, 0xfedcba9876543210};
+  std::vector<std::byte> message(commit_bytes(3));
+  write_commit(message.data(), 1, 7, 9, fault, {1, 0, 1}, 62500.0F);
+  const std::map<std::string, uint64_t> values = {
+      {"magic", 0x59524647},
+      {"wire_version", kWireVersion},
+      {"phase", 3},
+      {"status", static_cast<uint64_t>(WireStatus::kBadChecksum)},
+      {"source_rank", 1},
+      {"step", 7},
+      {"bucket", 9},
+      {"failed_chunk", 5},
+      {"failed_phase", 2},
+      {"failed_rank", 3},
+      {"expected", fault.expected},
+      {"received", fault.received},
+      {"checksum", word_sum(message.data(), 56) + word_sum(message.data() + 64, 8, 56)}};
+  uint32_t end = 0;
+  for (const Row& row : documented("Commit record")) {
+    EXPECT_EQ(row.offset, end) << row.name;
+    end += row.num_bytes;
+    uint64_t found = 0;
+    std::memcpy(&found, message.data() + row.offset, row.num_bytes);
+    EXPECT_EQ(found, values.at(row.name)) << row.name;
+  }
+  EXPECT_EQ(end, sizeof(CommitRecord));
+  const std::array<std::byte, 8> map = {std::byte{1}, std::byte{0}, std::byte{1}};
+  EXPECT_TRUE(std::equal(map.begin(), map.end(), message.begin() + end));
+  // Without an error it has the loss scale, and else zeros.
+  write_commit(message.data(), 1, 7, 9, {}, {}, 62500.0F);
+  CommitRecord record;
+  std::memcpy(&record, message.data(), sizeof(record));
+  EXPECT_EQ(record.received, std::bit_cast<uint32_t>(62500.0F));
+  EXPECT_EQ(record.failed_chunk + record.failed_phase + record.failed_rank + record.expected, 0);
+}
+
+// By the three steps of the document: of words of 32 bytes and a ragged rest, and of less.
+TEST(Hash64, IsTheDocumentedOne) {
+  std::array<uint8_t, 75> bytes{};
+  std::iota(bytes.begin(), bytes.end(), uint8_t{1});
+  EXPECT_EQ(hash64(bytes.data(), 75), 0xe203b3b4a61cea99);
+  EXPECT_EQ(hash64(bytes.data(), 3), 0x49f9ab282d5a5bf8);
+}
+
+// --- checksums -----------------------------------------------------------------------------------
 
 uint64_t sum_of(const std::vector<uint32_t>& words, size_t offset = 0) {
   return word_sum(reinterpret_cast<const std::byte*>(words.data()), 4 * words.size(), offset);
