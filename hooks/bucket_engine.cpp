@@ -31,19 +31,19 @@ std::string name_of(Collective collective) {
 }
 
 void expect_possible(const ParameterSpec& parameter, Collective collective) {
-  const auto refuse = [&](bool refused, const std::string& what) {
-    GRADFERRY_EXPECTS(!refused, kConfig, "parameter '" + parameter.name + "' has " + what);
+  const auto expect_not = [&](bool wrong, const std::string& what) {
+    GRADFERRY_EXPECTS(!wrong, kConfig, "parameter '" + parameter.name + "' has " + what);
   };
   const bool averages_all = collective == Collective::kAllReduce;
   const std::string name = name_of(collective);
-  refuse(averages_all && parameter.owner,
-         "an owner, which only a reduce-scatter or an all-gather gives it");
-  refuse(!averages_all && !parameter.owner, "no owner, which " + name + " needs");
-  refuse(!averages_all && parameter.owner_residual,
-         "an owner residual, but " + name +
-             " does not encode means; use error_feedback='worker' or 'none'");
-  refuse(!scatters(collective) && parameter.worker_residual,
-         "a worker residual, but " + name + " keeps none; use error_feedback='none'");
+  expect_not(averages_all && parameter.owner,
+             "an owner, which only a reduce-scatter or an all-gather gives it");
+  expect_not(!averages_all && !parameter.owner, "no owner, which " + name + " needs");
+  expect_not(!averages_all && parameter.owner_residual,
+             "an owner residual, but " + name +
+                 " does not encode means; use error_feedback='worker' or 'none'");
+  expect_not(!scatters(collective) && parameter.worker_residual,
+             "a worker residual, but " + name + " keeps none; use error_feedback='none'");
 }
 
 // Returns the options if the collective can do what they ask for. In a reduce-scatter only its
@@ -59,15 +59,15 @@ EngineOptions possible(EngineOptions options) {
   GRADFERRY_EXPECTS(!options.keep_gathered || !scatters(options.collective), kConfig,
                     "keep_gathered is for an all-gather, not for " + name_of(options.collective));
   if (options.collective == Collective::kAllReduce) return options;
-  const auto refuse = [&](bool asked_for, const std::string& what) {
+  const auto expect_no = [&](bool asked_for, const std::string& what) {
     GRADFERRY_EXPECTS(!asked_for, kConfig, name_of(options.collective) + " has no " + what);
   };
-  refuse(options.momentum != 0,
-         "momentum mode, which needs means on every rank; leave out momentum=" +
-             std::to_string(options.momentum));
-  refuse(options.find_unused_parameters,
-         "find_unused_parameters; hand over zeros for parameters without a gradient");
-  refuse(!options.nodes.is_flat(), "sums within nodes of several ranks; use nodes='flat'");
+  expect_no(options.momentum != 0,
+            "momentum mode, which needs means on every rank; leave out momentum=" +
+                std::to_string(options.momentum));
+  expect_no(options.find_unused_parameters,
+            "find_unused_parameters; hand over zeros for parameters without a gradient");
+  expect_no(!options.nodes.is_flat(), "sums within nodes of several ranks; use nodes='flat'");
   // Alone, a rank owns everything.
   if (options.world_size == 1) options.collective = Collective::kAllReduce;
   return options;
@@ -181,9 +181,9 @@ void BucketEngine::check_gradient(const BucketPlan& plan, const at::Tensor& grad
   GRADFERRY_EXPECTS(fits, kState,
                     "a bucket holds " + std::to_string(gradient.numel()) + " elements of " +
                         c10::toString(gradient.scalar_type()) + " on " + gradient.device().str() +
-                        ", other than its " + std::to_string(plan.num_elements) +
-                        " elements had at attach; do not wrap the hook in a compress wrapper, and "
-                        "do not change parameters after attach");
+                        ", which does not match the " + std::to_string(plan.num_elements) +
+                        " elements of its parameters at attach; do not wrap the hook in a "
+                        "compress wrapper, and do not change parameters after attach");
 }
 
 void BucketEngine::count_in(Bucket& bucket) {

@@ -18,9 +18,9 @@
 //   commit     send this rank's status to every rank; once all have come complete the Future, with
 //              the error if one of them is one
 //
-// Without momentum m is 0 and alpha 1. Otherwise the residual carries the momentum and what was
-// withheld, and the bucket receives the momentum; for m see momentum.h. Steps for whose codec a
-// tile has no residual leave those lines out. The cases:
+// Without momentum m is 0 and alpha 1. Otherwise the residual carries the momentum besides the
+// compression error, and the bucket receives the momentum; for m see momentum.h. Steps for whose
+// codec a tile has no residual leave those lines out. The cases:
 //
 //   flat            all ranks are peers: as above
 //   two levels      local scatter, before: send every sibling the gradients of its rail as they
@@ -31,8 +31,8 @@
 //   all-gather      send encode(v) of own tiles to every rank, then decode: no scatter, no reduce;
 //                   nothing is averaged, and the Future completes before the commit
 //   world of one    nothing is sent. With momentum gradient = v with `exact`, as above. Without, v
-//                   delivers what a larger world has withheld, where a loaded state has some; the
-//                   memory for that is allocated when it is loaded
+//                   delivers the residual of a larger world, if a loaded state has one; the memory
+//                   for it is allocated when it is loaded
 //
 // A chunk is encoded while earlier ones travel. Chunks of a bucket, and buckets, keep their order
 // in every step of the exchange.
@@ -67,7 +67,7 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 FuturePtr make_future(c10::TypePtr type, const at::Tensor& tensor);
 
 // Residuals as a checkpoint holds them: fp32 tensors of one dimension on the CPU. Both of no
-// elements: nothing is withheld.
+// elements: there are none.
 struct SavedResiduals {
   at::Tensor worker;
   at::Tensor owner;
@@ -183,13 +183,13 @@ class BucketEngine {
   // worker residual [offset ..] += factor * values
   virtual void change_worker_residual(uint64_t offset, const at::Tensor& values, float factor) = 0;
   virtual void multiply_residuals(float factor) = 0;
-  // Multiplies the residuals of every parameter by its alpha: what the warm-up has withheld of
-  // gradients becomes a part of the momentum, which delivers it once in sum.
+  // Multiplies the residuals of every parameter by its alpha: the residual of the
+  // warm-up becomes a part of the momentum, which delivers it once in sum.
   virtual void begin_momentum() = 0;
   // By parameter: the gradient's share of what a step with momentum encodes.
   std::vector<float> alphas() const;
   // Whether the engine needs memory for residuals from the beginning.
-  bool withholds() const { return exchanges_ || options_.momentum != 0; }
+  bool begins_with_residuals() const { return exchanges_ || options_.momentum != 0; }
 
   // Asks the engine to stop: its last handle is gone, or the process is ending.
   void request_stop();

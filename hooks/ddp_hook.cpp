@@ -31,7 +31,7 @@ void BucketHook::fail(const std::string& message) const {
 }
 
 void BucketHook::fail_without_memory() const {
-  fail("there is no memory to hand over a bucket; use a smaller batch or model");
+  fail("out of memory while handing over a bucket; use a smaller batch or model");
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> BucketHook::group() const {

@@ -93,11 +93,11 @@ class BucketHook : public std::enable_shared_from_this<BucketHook> {
   StepCounter steps_;
   bool ends_with_passes_ = false;
   std::optional<UsedParameters> used_;
-  struct Call {
+  struct DueCall {
     uint64_t step;
     StepCallback callback;
   };
-  std::map<std::string, Call> calls_;  // by purpose
+  std::map<std::string, DueCall> calls_;  // by purpose
 };
 
 // The native hook: no Python and no GIL on its path.

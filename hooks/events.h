@@ -20,7 +20,7 @@
 
 namespace gradferry {
 
-// Sums of squares of a residual and of the gradient it was withheld from, over the same tiles.
+// Sums of squares of a residual and of the gradient it comes from, over the same tiles.
 struct ResidualSquares {
   double residual = 0;
   double gradient = 0;

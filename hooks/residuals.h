@@ -1,9 +1,9 @@
-// What compression has withheld so far on this rank: before the first exchange (worker residual)
-// and before the second (owner residual). Flat fp32 buffers, addressed by the offsets that a Layout
-// gives its tiles. Residuals are always finite.
+// The compression error of earlier steps on this rank: of what it sends in the scatter (worker
+// residual) and in the gather (owner residual). Flat fp32 buffers, addressed by the offsets that a
+// Layout gives its tiles. Residuals are always finite.
 //
-// Residuals are in units of the gradients they were withheld from, that is, of a loss multiplied by
-// a GradScaler's scale. The engines keep that scale beside them (HostResiduals, DeviceResiduals).
+// Residuals are in units of the gradients they come from, that is, of a loss multiplied by a
+// GradScaler's scale. The engines keep that scale beside them (HostResiduals, DeviceResiduals).
 #pragma once
 
 #include <ATen/core/Tensor.h>

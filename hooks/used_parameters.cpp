@@ -85,7 +85,7 @@ void UnusedCopy::keep(size_t position, const at::Tensor& whole, uint64_t offset,
 }
 
 void UnusedCopy::put_back(const UsedMap& used) const {
-  for (const Part& part : parts_) {
+  for (const CopiedPart& part : parts_) {
     if (used[part.position] == 0) part.now.copy_(part.before);
   }
 }

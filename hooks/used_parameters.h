@@ -47,14 +47,14 @@ class UnusedCopy {
   void put_back(const UsedMap& used) const;
 
  private:
-  struct Part {
+  struct CopiedPart {
     size_t position;  // of the parameter in the bucket
     at::Tensor now;   // a view of what may change
     at::Tensor before;
   };
   void keep(size_t position, const at::Tensor& whole, uint64_t offset, uint64_t num_elements);
 
-  std::vector<Part> parts_;
+  std::vector<CopiedPart> parts_;
 };
 
 }  // namespace gradferry

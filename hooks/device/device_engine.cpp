@@ -29,7 +29,7 @@ DeviceEngine::DeviceEngine(EngineOptions options, c10::Device device, ParameterH
     : BucketEngine(std::move(options), std::move(hashes), device,
                    /*exchanges=*/transport != nullptr),
       context_(options_, layout_, life_, device, std::move(transport)) {
-  if (withholds()) make_residuals();
+  if (begins_with_residuals()) make_residuals();
 }
 
 void DeviceEngine::make_residuals() {

@@ -90,10 +90,10 @@ DeviceExchange::Behind DeviceExchange::stages() const {
 void DeviceExchange::enqueue(DeviceJob& job) {
   reserve_flags(job.plan->most_tiles());
   const std::vector<DeviceChunk>& chunks = job.plan->chunks();
-  std::array<ChunkJob, kDeviceSlotsOfNodes> jobs;
-  const auto at_chunk = [&](size_t i) -> ChunkJob& { return jobs[i % jobs.size()]; };
+  std::array<DeviceChunkJob, kDeviceSlotsOfNodes> jobs;
+  const auto at_chunk = [&](size_t i) -> DeviceChunkJob& { return jobs[i % jobs.size()]; };
   const Behind behind = stages();
-  Kept* kept = nullptr;
+  KeptMessages* kept = nullptr;
   if (options_.keep_gathered) {
     kept = &kept_for(*job.plan);
     kept->step = job.step;
@@ -112,7 +112,7 @@ void DeviceExchange::enqueue(DeviceJob& job) {
     }
     if (is_due(behind.encode)) send(job, at_chunk(i - behind.encode));
     if (scatters_ && is_due(behind.reduce)) {
-      ChunkJob& chunk = at_chunk(i - behind.reduce);
+      DeviceChunkJob& chunk = at_chunk(i - behind.reduce);
       gathers_ ? reduce(job, chunk) : accumulate(job, chunk);
     }
     if (is_due(behind.forward)) forward(job, at_chunk(i - behind.forward));
@@ -120,7 +120,8 @@ void DeviceExchange::enqueue(DeviceJob& job) {
   }
 }
 
-Envelope DeviceExchange::envelope(const DeviceJob& job, const ChunkJob& chunk, Phase phase) const {
+Envelope DeviceExchange::envelope(const DeviceJob& job, const DeviceChunkJob& chunk,
+                                  Phase phase) const {
   return options_.agreement().envelope(job.step, chunk.number, phase,
                                        chunk.chunk->plan->tiles_hash);
 }
@@ -157,7 +158,7 @@ std::byte* DeviceExchange::sum_of(const DeviceSlot& slot) const {
 }
 
 // E uses the slot after its last use on F.
-void DeviceExchange::begin(DeviceJob& job, ChunkJob& chunk, const DeviceChunk& planned) {
+void DeviceExchange::begin(DeviceJob& job, DeviceChunkJob& chunk, const DeviceChunk& planned) {
   {
     const std::lock_guard lock(context_.life.mutex);
     chunk.number = context_.life.stats.chunks++;
@@ -170,7 +171,7 @@ void DeviceExchange::begin(DeviceJob& job, ChunkJob& chunk, const DeviceChunk& p
 }
 
 // On E. Siblings get the gradients of the tiles that they sum.
-void DeviceExchange::send_to_siblings(DeviceJob& job, ChunkJob& chunk) {
+void DeviceExchange::send_to_siblings(DeviceJob& job, DeviceChunkJob& chunk) {
   const TimedRange timed("gradferry::encode", job.event.encode_ns);
   const DeviceSiblings& siblings = chunk.chunk->siblings;
   const DeviceSlot& slot = *chunk.slot;
@@ -190,7 +191,7 @@ void DeviceExchange::send_to_siblings(DeviceJob& job, ChunkJob& chunk) {
 
 // On E. A message that cannot be trusted makes the sum NaN, which every codec carries to all ranks.
 // reduce looks again and reports it, since findings belong to one stream.
-void DeviceExchange::sum(DeviceJob& job, ChunkJob& chunk) {
+void DeviceExchange::sum(DeviceJob& job, DeviceChunkJob& chunk) {
   context_.wait(job, chunk.local_scatter, Phase::kLocalScatter, chunk.number,
                 context_.encode_stream);
   const TimedRange timed("gradferry::encode", job.event.encode_ns);
@@ -210,7 +211,7 @@ void DeviceExchange::sum(DeviceJob& job, ChunkJob& chunk) {
 }
 
 // On E. In an all-gather the message to all ranks.
-void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
+void DeviceExchange::send(DeviceJob& job, DeviceChunkJob& chunk) {
   if (!nodes_.is_leader(options_.rank)) return;
   if (!nodes_.is_flat()) sum(job, chunk);
   const TimedRange timed("gradferry::encode", job.event.encode_ns);
@@ -228,7 +229,7 @@ void DeviceExchange::send(DeviceJob& job, ChunkJob& chunk) {
 }
 
 // The messages of a chunk of which no tile is this rank's to encode are headers alone.
-void DeviceExchange::encode(const DeviceJob& job, const ChunkJob& chunk, Phase phase,
+void DeviceExchange::encode(const DeviceJob& job, const DeviceChunkJob& chunk, Phase phase,
                             const DeviceBuffer& out) const {
   const DeviceChunk& planned = *chunk.chunk;
   const Message* messages = job.plan->data(planned.scatter.sent);
@@ -257,7 +258,7 @@ void DeviceExchange::encode(const DeviceJob& job, const ChunkJob& chunk, Phase p
 
 // On F. Messages that cannot be trusted get a verdict, and reduce still processes them: to skip
 // them, the host would have to wait for the verdicts. A rank without peers checks its siblings'.
-void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
+void DeviceExchange::reduce(DeviceJob& job, DeviceChunkJob& chunk) {
   const DeviceChunk& planned = *chunk.chunk;
   const DeviceSlot& slot = *chunk.slot;
   const bool has_peers = nodes_.is_leader(options_.rank);
@@ -292,7 +293,7 @@ void DeviceExchange::reduce(DeviceJob& job, ChunkJob& chunk) {
 
 // On F, last in a reduce-scatter: the means replace this rank's part of the bucket, or NaN, as in
 // decode. What other ranks own is not touched, and no rank hears of this chunk before the commit.
-void DeviceExchange::accumulate(DeviceJob& job, ChunkJob& chunk) {
+void DeviceExchange::accumulate(DeviceJob& job, DeviceChunkJob& chunk) {
   const DeviceChunk& planned = *chunk.chunk;
   const DeviceSlot& slot = *chunk.slot;
   context_.wait(job, chunk.scatter, Phase::kScatter, chunk.number, context_.finish_stream);
@@ -309,7 +310,7 @@ void DeviceExchange::accumulate(DeviceJob& job, ChunkJob& chunk) {
 }
 
 // Into the message to siblings, behind its header, or to where decode reads at once.
-void DeviceExchange::post_gather(ChunkJob& chunk, const c10::Stream& stream) {
+void DeviceExchange::post_gather(DeviceChunkJob& chunk, const c10::Stream& stream) {
   const DeviceSlot& slot = *chunk.slot;
   const uint64_t size = chunk.chunk->gather_message_bytes;
   const uint64_t begin =
@@ -322,7 +323,7 @@ void DeviceExchange::post_gather(ChunkJob& chunk, const c10::Stream& stream) {
 
 // On F, which has nothing to do here but to wait: the next chunk's all-to-all, for which it waits
 // next, is behind this all-gather on the peers' stream.
-void DeviceExchange::forward(DeviceJob& job, ChunkJob& chunk) {
+void DeviceExchange::forward(DeviceJob& job, DeviceChunkJob& chunk) {
   if (nodes_.is_flat()) return;
   if (nodes_.is_leader(options_.rank)) {
     context_.wait(job, chunk.gather, Phase::kGather, chunk.number, context_.finish_stream);
@@ -334,9 +335,9 @@ void DeviceExchange::forward(DeviceJob& job, ChunkJob& chunk) {
       static_cast<int64_t>(size), context_.finish_stream);
 }
 
-// On F, last: the mean replaces the gradient in the bucket. Tiles of refused messages become NaN,
+// On F, last: the mean replaces the gradient in the bucket. Tiles of rejected messages become NaN,
 // so that no rank trains on them before the commit reports the error.
-void DeviceExchange::decode(DeviceJob& job, ChunkJob& chunk) {
+void DeviceExchange::decode(DeviceJob& job, DeviceChunkJob& chunk) {
   const DeviceChunk& planned = *chunk.chunk;
   const DeviceSlot& slot = *chunk.slot;
   if (nodes_.is_flat()) {
@@ -349,7 +350,7 @@ void DeviceExchange::decode(DeviceJob& job, ChunkJob& chunk) {
 }
 
 // On F.
-void DeviceExchange::decode_gathered(DeviceJob& job, const ChunkJob& chunk,
+void DeviceExchange::decode_gathered(DeviceJob& job, const DeviceChunkJob& chunk,
                                      const DeviceSlot& slot) const {
   const TimedRange timed("gradferry::decode", job.event.decode_ns);
   const DeviceChunk& planned = *chunk.chunk;
@@ -359,24 +360,24 @@ void DeviceExchange::decode_gathered(DeviceJob& job, const ChunkJob& chunk,
             received_in(job, planned.gathered, chunk.gathered, verdicts_), slot.scatter_send);
 }
 
-// The messages are checked again, with the numbers that they have, so that refused ones become NaN
+// The messages are checked again, with the numbers that they have, so that rejected ones become NaN
 // again.
 void DeviceExchange::decode_kept(DeviceJob& job) {
   reserve_flags(job.plan->most_tiles());
-  const Kept& kept = kept_.at(job.plan);
+  const KeptMessages& kept = kept_.at(job.plan);
   job.step = kept.step;
   uint64_t begin = 0;
   uint64_t number = kept.first_chunk;
   for (const DeviceChunk& planned : job.plan->chunks()) {
     const uint64_t size = gathered_bytes(planned);
-    const ChunkJob chunk{.chunk = &planned,
-                         .slot = nullptr,
-                         .number = number++,
-                         .gathered = kept.gathered.part(begin, size),
-                         .local_scatter = {},
-                         .scatter = {},
-                         .gather = {},
-                         .forward = {}};
+    const DeviceChunkJob chunk{.chunk = &planned,
+                               .slot = nullptr,
+                               .number = number++,
+                               .gathered = kept.gathered.part(begin, size),
+                               .local_scatter = {},
+                               .scatter = {},
+                               .gather = {},
+                               .forward = {}};
     decode_gathered(job, chunk, slots_.front());
     begin += size;
   }
@@ -387,14 +388,14 @@ uint64_t DeviceExchange::gathered_bytes(const DeviceChunk& planned) const {
   return uint64_t{planned.gather_message_bytes} * nodes_.num_nodes();
 }
 
-DeviceExchange::Kept& DeviceExchange::kept_for(const DevicePlan& plan) {
+DeviceExchange::KeptMessages& DeviceExchange::kept_for(const DevicePlan& plan) {
   const auto found = kept_.find(&plan);
   if (found != kept_.end()) return found->second;
   uint64_t num_bytes = 0;
   for (const DeviceChunk& planned : plan.chunks()) num_bytes += gathered_bytes(planned);
   const c10::StreamGuard guard(context_.encode_stream);  // the gather is posted behind E
-  Kept made{.gathered = context_.make_buffer(num_bytes), .step = 0, .first_chunk = 0};
-  Kept& kept = kept_.emplace(&plan, std::move(made)).first->second;
+  KeptMessages made{.gathered = context_.make_buffer(num_bytes), .step = 0, .first_chunk = 0};
+  KeptMessages& kept = kept_.emplace(&plan, std::move(made)).first->second;
   const std::lock_guard lock(context_.life.mutex);
   context_.life.stats.workspace_bytes += num_bytes;
   ++context_.life.stats.workspace_allocations;

@@ -46,7 +46,7 @@ class DeviceExchange {
     DeviceBuffer gathered;
     c10::Event free;  // recorded on F when E may use the slot again
   };
-  struct ChunkJob {
+  struct DeviceChunkJob {
     const DeviceChunk* chunk;
     DeviceSlot* slot;
     uint64_t number;
@@ -55,7 +55,7 @@ class DeviceExchange {
   };
   // What a plan's last gather has received, chunk by chunk, and the numbers in its messages. No
   // event frees it: whoever gathers again comes after the parameters decoded from it were used.
-  struct Kept {
+  struct KeptMessages {
     DeviceBuffer gathered;
     uint64_t step, first_chunk;
   };
@@ -69,22 +69,22 @@ class DeviceExchange {
   }
   DeviceSlot make_slot(const Workspace& workspace) const;
   Behind stages() const;
-  void begin(DeviceJob& job, ChunkJob& chunk, const DeviceChunk& planned);
-  void send_to_siblings(DeviceJob& job, ChunkJob& chunk);
-  void sum(DeviceJob& job, ChunkJob& chunk);
-  void send(DeviceJob& job, ChunkJob& chunk);
-  void encode(const DeviceJob& job, const ChunkJob& chunk, Phase phase,
+  void begin(DeviceJob& job, DeviceChunkJob& chunk, const DeviceChunk& planned);
+  void send_to_siblings(DeviceJob& job, DeviceChunkJob& chunk);
+  void sum(DeviceJob& job, DeviceChunkJob& chunk);
+  void send(DeviceJob& job, DeviceChunkJob& chunk);
+  void encode(const DeviceJob& job, const DeviceChunkJob& chunk, Phase phase,
               const DeviceBuffer& out) const;
-  void reduce(DeviceJob& job, ChunkJob& chunk);
-  void accumulate(DeviceJob& job, ChunkJob& chunk);
-  void post_gather(ChunkJob& chunk, const c10::Stream& stream);
-  void forward(DeviceJob& job, ChunkJob& chunk);
-  void decode(DeviceJob& job, ChunkJob& chunk);
-  void decode_gathered(DeviceJob& job, const ChunkJob& chunk, const DeviceSlot& slot) const;
+  void reduce(DeviceJob& job, DeviceChunkJob& chunk);
+  void accumulate(DeviceJob& job, DeviceChunkJob& chunk);
+  void post_gather(DeviceChunkJob& chunk, const c10::Stream& stream);
+  void forward(DeviceJob& job, DeviceChunkJob& chunk);
+  void decode(DeviceJob& job, DeviceChunkJob& chunk);
+  void decode_gathered(DeviceJob& job, const DeviceChunkJob& chunk, const DeviceSlot& slot) const;
   uint64_t gathered_bytes(const DeviceChunk& planned) const;
-  Kept& kept_for(const DevicePlan& plan);
+  KeptMessages& kept_for(const DevicePlan& plan);
   std::byte* sum_of(const DeviceSlot& slot) const;
-  Envelope envelope(const DeviceJob& job, const ChunkJob& chunk, Phase phase) const;
+  Envelope envelope(const DeviceJob& job, const DeviceChunkJob& chunk, Phase phase) const;
   ChunkBatch chunk_of(const DeviceJob& job, const Envelope& envelope, const DeviceStage& stage,
                       const at::Tensor& progress, const c10::Stream& stream) const;
   ReceivedMessages received_in(const DeviceJob& job, const Table<Message>& messages,
@@ -100,7 +100,7 @@ class DeviceExchange {
   const uint32_t local_index_;  // of this rank
   uint32_t sum_begin_ = 0;
   std::vector<DeviceSlot> slots_;
-  std::map<const DevicePlan*, Kept> kept_;
+  std::map<const DevicePlan*, KeptMessages> kept_;
   at::Tensor encode_progress_, finish_progress_;  // E's and F's: ChunkProgress
   at::Tensor verdicts_, sibling_verdicts_;        // uint32_t per message
   at::Tensor flags_;  // uint32_t per tile of a chunk, on the stream that writes the bucket

@@ -142,9 +142,9 @@ bool BucketPipeline::take_handed_in() {
     if (!life_.death && queue_.empty()) return false;
   }
   if (life_.death) throw Error(*life_.death);  // run() failed
-  const Stage begin = !scatters(options_.collective) ? kGather
-                      : layout_.nodes().is_flat()    ? kScatter
-                                                     : kLocalScatter;
+  const PipelineStage begin = !scatters(options_.collective) ? kGather
+                              : layout_.nodes().is_flat()    ? kScatter
+                                                             : kLocalScatter;
   Chunks& first = waiting_[begin];
   // One by one, so that an exception leaves no job behind.
   for (; !queue_.empty(); queue_.pop_front()) first.push_back(std::move(queue_.front()));
@@ -215,13 +215,13 @@ void BucketPipeline::send_to_peers(ChunkJob& job, ChunkCodecs& codecs, WireStatu
   BucketJob& bucket = *job.bucket;
   std::vector<uint64_t> checksums(plan.shards.size(), 0);
   int64_t encode_ns = 0;
-  ResidualSquares withheld;
+  ResidualSquares squares;
   if (status == WireStatus::kOk) {
     try {
       const TimedRange timed("gradferry::encode", encode_ns);
       const ChunkCodecs::Work work = work_of(job);
       codecs.encode(work, bytes(job.chunk.slot->scatter_send), checksums);
-      withheld = sample_.worker(plan, work.summed, residuals_.worker());
+      squares = sample_.worker(plan, work.summed, residuals_.worker());
     } catch (const std::exception& error) {
       job.encode_error = error.what();
       status = WireStatus::kLocalFailure;
@@ -230,7 +230,7 @@ void BucketPipeline::send_to_peers(ChunkJob& job, ChunkCodecs& codecs, WireStatu
   exchange_.post_scatter(job.chunk, status, checksums);
   const std::lock_guard lock(life_.mutex);
   bucket.event.encode_ns += encode_ns;
-  bucket.event.worker += withheld;
+  bucket.event.worker += squares;
 }
 
 void BucketPipeline::send_to_all(ChunkJob& job, ChunkCodecs& codecs) {
@@ -378,7 +378,7 @@ void BucketPipeline::free_slot(const ChunkJob& job) {
 
 void BucketPipeline::decode_messages(const ChunkJob& job) {
   const Slot& slot = *job.chunk.slot;
-  const ChunkCodecs::Decoded decoded =
+  const ChunkCodecs::DecodedTiles decoded =
       codecs_.decode(work_of(job), bytes(job.chunk.gathered),
                      static_cast<const std::byte*>(slot.scatter_send.const_data_ptr()));
   auto& nonfinite = job.bucket->nonfinite_tiles;

@@ -77,7 +77,7 @@ class BucketPipeline {
   };
 
   // What a chunk waits for, in order.
-  enum Stage : uint8_t { kLocalScatter, kScatter, kGather, kForward, kStages };
+  enum PipelineStage : uint8_t { kLocalScatter, kScatter, kGather, kForward, kStages };
   using Chunks = std::deque<std::unique_ptr<ChunkJob>>;
 
   Error cause_of(Error error);

@@ -79,9 +79,9 @@ std::optional<uint32_t> ChunkCodecs::sender_of_corrupt(
   return std::nullopt;
 }
 
-ChunkCodecs::Decoded ChunkCodecs::decode(const Work& work, const std::byte* messages,
-                                         const std::byte* sent) {
-  Decoded decoded;
+ChunkCodecs::DecodedTiles ChunkCodecs::decode(const Work& work, const std::byte* messages,
+                                              const std::byte* sent) {
+  DecodedTiles decoded;
   const auto& batches = work.plan->decode;
   for (size_t b = 0; b < batches.size(); ++b) {
     const PlannedBatch& planned = batches[b];

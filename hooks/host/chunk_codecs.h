@@ -32,7 +32,7 @@ class ChunkCodecs {
     uint64_t corrupt_tiles = 0;
     std::vector<uint64_t> nonfinite_tiles;  // of accumulate(): ids, in the order of the plan
   };
-  struct Decoded {
+  struct DecodedTiles {
     std::vector<uint64_t> nonfinite_tiles;  // ids, in the order of the plan
     std::vector<uint32_t> corrupt_sources;  // ranks of tiles that are corrupt, in that order
   };
@@ -49,9 +49,9 @@ class ChunkCodecs {
   std::optional<uint32_t> sender_of_corrupt(const Work& work,
                                             const std::vector<const std::byte*>& payloads);
   // Decodes the `messages` of all ranks into the gradient. `sent`: the output of encode().
-  Decoded decode(const Work& work, const std::byte* messages, const std::byte* sent);
+  DecodedTiles decode(const Work& work, const std::byte* messages, const std::byte* sent);
   // In a world of one, where nothing is sent: in momentum mode the gradient becomes momentum, else
-  // what a larger world has withheld is added.
+  // the residual of a larger world is added.
   void deliver_alone(const Work& work);
 
  private:

@@ -78,7 +78,7 @@ Error this_failed(const std::string& reason, bool is_out_of_files = false) {
 }
 
 // Where a rank listens: one address or more, for lanes in turn.
-struct Place {
+struct ListeningPlace {
   Secret question, answer;
   std::vector<Address> addresses;
 
@@ -127,7 +127,7 @@ bool equal(const Secret& one, const Secret& other) {
 }
 
 // "<question> <answer> 4 127.0.0.1 41234"
-std::string text_of(const Place& place) {
+std::string text_of(const ListeningPlace& place) {
   std::ostringstream text;
   text << hexadecimal(place.question) << ' ' << hexadecimal(place.answer);
   for (const Address& address : place.addresses) text << ' ' << text_of(address);
@@ -135,10 +135,11 @@ std::string text_of(const Place& place) {
 }
 
 // `own`: where this rank listens.
-Place place_from(const std::vector<uint8_t>& value, const Place& own) {
+ListeningPlace place_from(const std::vector<uint8_t>& value, const ListeningPlace& own) {
   try {
     std::istringstream words(std::string(value.begin(), value.end()));
-    Place place{.question = secret_from(words), .answer = secret_from(words), .addresses = {}};
+    ListeningPlace place{
+        .question = secret_from(words), .answer = secret_from(words), .addresses = {}};
     do {
       const auto lane = static_cast<uint32_t>(place.addresses.size());
       place.addresses.push_back(address_from(words, own.address_of(lane)));
@@ -146,7 +147,7 @@ Place place_from(const std::vector<uint8_t>& value, const Place& own) {
     return place;
   } catch (const std::invalid_argument&) {
     throw Error(ErrorKind::kPeer,
-                "another rank runs another version of gradferry; install one on all ranks");
+                "another rank runs another version of gradferry; install the same on all ranks");
   }
 }
 
@@ -186,7 +187,7 @@ class Connector {
  private:
   using Ticket = uint64_t;  // rises
 
-  std::map<uint32_t, Place> places_below();
+  std::map<uint32_t, ListeningPlace> places_below();
   void begin(uint32_t rank, uint32_t lane);
   void serve(Ticket ticket);
   bool is_answered(Handshake& greeted, Ticket ticket);
@@ -209,9 +210,9 @@ class Connector {
   const Descriptor poller_;
   const std::vector<Listener> listeners_;  // whose tickets are their indices
   Ticket next_ticket_;
-  Place own_;
+  ListeningPlace own_;
   std::map<uint32_t, std::vector<uint32_t>> lanes_to_;  // by other rank
-  std::map<uint32_t, Place> places_;                    // of ranks below
+  std::map<uint32_t, ListeningPlace> places_;           // of ranks below
   std::map<Ticket, Handshake> greeted_;                 // connections to them without an answer
   std::set<std::pair<uint32_t, uint32_t>> expected_;    // ranks above that did not come, and lanes
   std::map<Ticket, Handshake> strangers_;               // connections that have not said a hello
@@ -264,7 +265,7 @@ std::vector<LaneSockets> Connector::connect() {
 }
 
 // Waits until all ranks below have written where they listen.
-std::map<uint32_t, Place> Connector::places_below() {
+std::map<uint32_t, ListeningPlace> Connector::places_below() {
   std::vector<uint32_t> ranks;
   std::vector<std::string> keys;
   for (const auto& [rank, lanes] : lanes_to_) {
@@ -288,7 +289,7 @@ std::map<uint32_t, Place> Connector::places_below() {
   } else {
     for (const std::string& key : keys) values.push_back(store_.get(key));
   }
-  std::map<uint32_t, Place> places;
+  std::map<uint32_t, ListeningPlace> places;
   for (size_t i = 0; i < ranks.size(); ++i) places.emplace(ranks[i], place_from(values[i], own_));
   return places;
 }
@@ -325,7 +326,7 @@ void Connector::serve(Ticket ticket) {
 
 // Sends a hello when there is a connection, then reads the answer.
 bool Connector::is_answered(Handshake& greeted, Ticket ticket) {
-  const Place& place = places_.at(greeted.rank);
+  const ListeningPlace& place = places_.at(greeted.rank);
   if (greeted.is_connecting) {
     const int socket = greeted.connection.number();
     int error = 0;
@@ -342,7 +343,7 @@ bool Connector::is_answered(Handshake& greeted, Ticket ticket) {
   if (!has_come(greeted, sizeof(answer))) return false;
   std::memcpy(answer.data(), greeted.came.data(), sizeof(answer));
   if (!equal(answer, place.answer)) {
-    throw this_failed(name_of(greeted.rank) + ": something else listens where it did");
+    throw this_failed(name_of(greeted.rank) + ": another program listens at its address now");
   }
   return true;
 }

@@ -31,7 +31,7 @@ HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLa
       sample_(layout_),
       residuals_(layout_),
       codecs_(options_, layout_, residuals_) {
-  if (withholds()) make_residuals();
+  if (begins_with_residuals()) make_residuals();
   GRADFERRY_EXPECTS(exchanges_ == (options_.world_size > 1), kConfig,
                     "an engine for " + std::to_string(options_.world_size) +
                         " ranks needs lanes, and one for a single rank has none");
@@ -260,7 +260,7 @@ void HostEngine::make_residuals() {
 }
 
 void HostEngine::load_residuals(const SavedResiduals& saved) {
-  if (!residuals_.is_allocated()) return;  // nothing was withheld
+  if (!residuals_.is_allocated()) return;  // there are none
   residuals_.load(saved.worker, saved.owner, saved.loss_scale);
 }
 

@@ -12,8 +12,8 @@
 #include <map>
 #include <sstream>
 
-#include "all_reduce.h"
 #include "background_thread.h"
+#include "exchanger.h"
 #include "host/start_reducer.h"
 #include "host/tensor_memory.h"
 #include "process_end.h"
@@ -69,14 +69,14 @@ class Reducer::Impl {
  private:
   class Hook;
   // Tensors that travel together, and what they are copied to.
-  struct Bucket {
+  struct TensorBucket {
     std::vector<uint32_t> tensors;
     at::Tensor flat;
     std::vector<at::Tensor> views;
     FuturePtr future;      // of this step; null: not handed over yet
     size_t num_taken = 0;  // gradients of this step that were copied
   };
-  struct Place {
+  struct BucketPlace {
     size_t bucket, index;
   };
   // The gradient that a backward pass gave a tensor, as it was when it was copied.
@@ -93,7 +93,7 @@ class Reducer::Impl {
   void check_memory(const std::vector<at::Tensor>& gradients);
   bool was_changed(size_t index) const;
   void take(size_t index, const at::Tensor& gradient);
-  void hand_over(Bucket& bucket);
+  void hand_over(TensorBucket& bucket);
   void hand_over_full();
   void wait_for_buckets();
   void gradient_is_there(size_t index);
@@ -101,11 +101,11 @@ class Reducer::Impl {
 
   NamedTensors tensors_;
   const uint32_t rank_;
-  std::vector<Bucket> buckets_;  // in the order of all ranks
-  std::vector<Place> places_;    // by tensor
-  std::vector<bool> taken_;      // by tensor: whether this step has copied its gradient
-  std::vector<Sent> sent_;       // by tensor
-  size_t num_handed_over_ = 0;   // buckets of this step
+  std::vector<TensorBucket> buckets_;  // in the order of all ranks
+  std::vector<BucketPlace> places_;    // by tensor
+  std::vector<bool> taken_;            // by tensor: whether this step has copied its gradient
+  std::vector<Sent> sent_;             // by tensor
+  size_t num_handed_over_ = 0;         // buckets of this step
   bool in_backward_ = false;
   StartedReducer started_;
   std::shared_ptr<HostEngine>& engine_ = started_.engine;
@@ -159,7 +159,7 @@ void Reducer::Impl::make_buckets(double cap_mb) {
     num_bytes[bucket] += tensor.nbytes();
   }
   const at::NoGradGuard no_grad;
-  for (Bucket& bucket : buckets_) {
+  for (TensorBucket& bucket : buckets_) {
     int64_t size = 0;
     for (const uint32_t i : bucket.tensors) size += tensors_[i].second.numel();
     bucket.flat = at::empty({size}, at::dtype(tensors_[bucket.tensors[0]].second.scalar_type()));
@@ -193,7 +193,7 @@ void Reducer::Impl::check(size_t index, const at::Tensor& gradient) {
   const std::string& name = tensors_[index].first;
   const at::Tensor& registered = buckets_[places_[index].bucket].views[places_[index].index];
   if (!gradient.defined()) {
-    fail(in_quotes(name) + " is no tensor; where a parameter has no gradient pass zeros");
+    fail(in_quotes(name) + " is not a tensor; pass zeros for a parameter without a gradient");
   }
   if (gradient.layout() != at::kStrided || !gradient.is_cpu()) {
     fail(in_quotes(name) + " is not dense, or not on the CPU");
@@ -201,7 +201,7 @@ void Reducer::Impl::check(size_t index, const at::Tensor& gradient) {
   if (gradient.sizes() != registered.sizes() ||
       gradient.scalar_type() != registered.scalar_type()) {
     fail(in_quotes(name) + " is " + shape_and_dtype(gradient) + ", and " +
-         shape_and_dtype(registered) + " was registered; make a new Reducer where tensors change");
+         shape_and_dtype(registered) + " was registered; make a new Reducer when tensors change");
   }
   if (gradient.is_inference()) {  // the average could not be written there
     fail(in_quotes(name) + " was made in inference mode; pass a clone()");
@@ -220,13 +220,13 @@ bool Reducer::Impl::is_in_step() const { return std::ranges::find(taken_, true) 
 void Reducer::Impl::expect_between_steps(const std::string& call) const {
   engine_->expect_alive();
   GRADFERRY_EXPECTS(!is_in_step(), kState,
-                    call + " between backward() and wait(): call wait() first");
+                    call + " was called between backward() and wait(); call wait() first");
 }
 
 // Undefined: zeros.
 void Reducer::Impl::take(size_t index, const at::Tensor& gradient) {
   const at::NoGradGuard no_grad;
-  Bucket& bucket = buckets_[places_[index].bucket];
+  TensorBucket& bucket = buckets_[places_[index].bucket];
   const at::Tensor& view = bucket.views[places_[index].index];
   if (gradient.defined()) {
     view.copy_(gradient);
@@ -238,7 +238,7 @@ void Reducer::Impl::take(size_t index, const at::Tensor& gradient) {
   hand_over_full();
 }
 
-void Reducer::Impl::hand_over(Bucket& bucket) {
+void Reducer::Impl::hand_over(TensorBucket& bucket) {
   bucket.future = make_future(c10::TensorType::get(), bucket.flat);
   engine_->run(bucket.tensors, {}, bucket.flat, bucket.future, bucket.flat);
 }
@@ -246,7 +246,7 @@ void Reducer::Impl::hand_over(Bucket& bucket) {
 // In one order on all ranks, whichever is full first.
 void Reducer::Impl::hand_over_full() {
   while (num_handed_over_ < buckets_.size()) {
-    Bucket& next = buckets_[num_handed_over_];
+    TensorBucket& next = buckets_[num_handed_over_];
     if (next.num_taken < next.tensors.size()) return;
     ++num_handed_over_;
     hand_over(next);
@@ -255,20 +255,20 @@ void Reducer::Impl::hand_over_full() {
 
 void Reducer::Impl::wait_for_buckets() {
   std::vector<FuturePtr> futures;
-  for (Bucket& bucket : buckets_) {
+  for (TensorBucket& bucket : buckets_) {
     futures.push_back(std::move(bucket.future));
     bucket.num_taken = 0;
   }
   num_handed_over_ = 0;
   taken_.assign(taken_.size(), false);
   sent_.assign(sent_.size(), {});
-  PendingAllReduce(nullptr, {}, std::move(futures)).wait();
+  PendingExchange(nullptr, {}, std::move(futures)).wait();
 }
 
 void Reducer::Impl::all_reduce(const std::vector<at::Tensor>& gradients) {
   engine_->expect_alive();
   if (is_in_step()) {
-    fail("all_reduce() after a backward pass that averages, and before its wait()");
+    fail("all_reduce() was called between a backward pass that averages and its wait()");
   }
   if (gradients.size() != tensors_.size()) {
     fail(std::to_string(gradients.size()) + " tensors were passed and " +
@@ -296,12 +296,12 @@ void Reducer::Impl::average_in_backward() {
   for (const auto& [name, tensor] : tensors_) {
     GRADFERRY_EXPECTS(tensor.is_leaf() && tensor.requires_grad(), kConfig,
                       in_quotes(name) +
-                          " is no leaf that requires grad: no backward pass gives it a "
-                          "gradient; leave frozen parameters out, or use all_reduce()");
+                          " is not a leaf that requires grad, so no backward pass gives it "
+                          "a gradient; leave frozen parameters out, or use all_reduce()");
     GRADFERRY_EXPECTS(
         torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr, kConfig,
         in_quotes(name) +
-            " has a post-accumulate-grad hook already, and there can be one only; destroy the "
+            " already has a post-accumulate-grad hook, and torch allows only one; destroy the "
             "Reducer that averages it first");
   }
   in_backward_ = true;
@@ -340,8 +340,8 @@ void Reducer::Impl::wait() {
   if (!in_backward_) fail("wait() belongs to average_in_backward(), which was not called");
   if (!is_in_step()) {
     fail(
-        "wait() without a backward pass since the last one, or one that gave no tensor a "
-        "gradient: every pass has one wait()");
+        "wait() without a backward pass since the last wait(), or the pass gave no tensor a "
+        "gradient; call wait() once after each pass");
   }
   std::vector<at::Tensor> gradients;
   for (size_t i = 0; i < tensors_.size(); ++i) {
@@ -349,8 +349,8 @@ void Reducer::Impl::wait() {
     gradients.push_back(tensor.grad());
     if (taken_[i] && was_changed(i)) {
       fail("the gradient of " + in_quotes(name) +
-           " was changed or replaced after backward(), which has sent it: change averages, after "
-           "wait()");
+           " was changed or replaced after backward() had sent it; change the average instead, "
+           "after wait()");
     }
     if (!taken_[i] && gradients[i].defined()) check(i, gradients[i]);
   }
@@ -397,7 +397,7 @@ void Reducer::Impl::load(torch::serialize::InputArchive& archive) {
   expect_between_steps("load()");
   c10::IValue format, layout, steps, loss_scale;
   GRADFERRY_EXPECTS(archive.try_read("format", format) && format.isInt(), kState,
-                    "the archive holds no state of a Reducer");
+                    "the archive does not hold the state of a Reducer");
   GRADFERRY_EXPECTS(format.toInt() == kStateFormat, kState,
                     "the state has format " + std::to_string(format.toInt()) +
                         ", and this gradferry reads format " + std::to_string(kStateFormat) +
@@ -408,7 +408,7 @@ void Reducer::Impl::load(torch::serialize::InputArchive& archive) {
                            archive.try_read("worker_residual", state.residuals.worker) &&
                            archive.try_read("owner_residual", state.residuals.owner);
   const bool is_ours = is_complete && layout.isString() && steps.isInt() && loss_scale.isDouble();
-  GRADFERRY_EXPECTS(is_ours, kState, "the archive holds no state of a Reducer");
+  GRADFERRY_EXPECTS(is_ours, kState, "the archive does not hold the state of a Reducer");
   expect_same_layout(layout.toStringRef(), started_.layout);
   const auto is_sound = [](const at::Tensor& residual) {
     return residual.layout() == at::kStrided && at::isfinite(residual).all().item<bool>();
@@ -419,7 +419,7 @@ void Reducer::Impl::load(torch::serialize::InputArchive& archive) {
       steps.toInt() >= 0 && (units == 0 || units == 1) && is_sound(state.residuals.worker) &&
           is_sound(state.residuals.owner),
       kState,
-      "the saved state is damaged: it holds numbers that no Reducer has; load an older one");
+      "the saved state is damaged: it holds numbers that no Reducer saves; load an older one");
   state.steps = static_cast<uint64_t>(steps.toInt());
   state.residuals.loss_scale = static_cast<float>(units);
   engine_->load_state(state);
@@ -436,7 +436,7 @@ Reducer& Reducer::operator=(Reducer&&) noexcept = default;
 
 Reducer::Impl& Reducer::impl() const {
   GRADFERRY_EXPECTS(impl_ != nullptr, kState,
-                    "this Reducer was moved from: call the one that it was moved to");
+                    "this Reducer was moved from; call the one that it was moved to");
   return *impl_;
 }
 

@@ -22,7 +22,8 @@ std::string reason(const char* call) {
 void check(int descriptor, uint64_t num_bytes) {
   constexpr int kSealed = F_SEAL_SHRINK | F_SEAL_GROW;
   const int seals = fcntl(descriptor, F_GET_SEALS);
-  GRADFERRY_EXPECTS(seals >= 0, kPeer, "the shared memory is no memfd; " + reason("F_GET_SEALS"));
+  GRADFERRY_EXPECTS(seals >= 0, kPeer,
+                    "the shared memory is not a memfd; " + reason("F_GET_SEALS"));
   GRADFERRY_EXPECTS((seals & kSealed) == kSealed, kPeer,
                     "the size of the shared memory is not sealed: its seals are " +
                         std::to_string(seals) + ", of which " + std::to_string(kSealed) +

@@ -39,16 +39,16 @@ ssize_t take(size_t& left, ssize_t there) {
 }  // namespace
 
 // A collective under way.
-class Sockets::Transfer final : public c10d::Work {
+class Sockets::SocketTransfer final : public c10d::Work {
  public:
-  Transfer(std::weak_ptr<Sockets> sockets, at::Tensor receive, at::Tensor send)
+  SocketTransfer(std::weak_ptr<Sockets> sockets, at::Tensor receive, at::Tensor send)
       : sockets_(std::move(sockets)), receive_(std::move(receive)), send_(std::move(send)) {}
 
   bool wait(milliseconds longest) override;
   void fail(const std::string& why);
   void end_if_done();
 
-  std::vector<Part> parts;  // of the thread that serves
+  std::vector<Incoming> parts;  // of the thread that serves
   // Under the mutex of Sockets.
   size_t num_unsent = 0;
   std::optional<Clock::time_point> quiet_since;  // since it was first waited for
@@ -59,7 +59,7 @@ class Sockets::Transfer final : public c10d::Work {
   at::Tensor receive_, send_;
 };
 
-bool Sockets::Transfer::wait(milliseconds longest) {
+bool Sockets::SocketTransfer::wait(milliseconds longest) {
   if (const auto sockets = sockets_.lock()) {
     sockets->serve(*this,
                    longest == kNoTimeout ? Clock::time_point::max() : Clock::now() + longest);
@@ -71,11 +71,11 @@ bool Sockets::Transfer::wait(milliseconds longest) {
   return true;
 }
 
-void Sockets::Transfer::fail(const std::string& why) {
+void Sockets::SocketTransfer::fail(const std::string& why) {
   if (!isCompleted()) finish(std::make_exception_ptr(std::runtime_error(why)));
 }
 
-void Sockets::Transfer::end_if_done() {
+void Sockets::SocketTransfer::end_if_done() {
   if (parts.empty() && num_unsent == 0 && !isCompleted()) finish();
 }
 
@@ -109,7 +109,7 @@ std::vector<int> Sockets::descriptors(size_t lane) const {
 Pending Sockets::post(size_t lane, at::Tensor receive, at::Tensor send,
                       const std::vector<Messages>& messages) {
   const auto transfer =
-      c10::make_intrusive<Transfer>(weak_from_this(), std::move(receive), std::move(send));
+      c10::make_intrusive<SocketTransfer>(weak_from_this(), std::move(receive), std::move(send));
   auto& [connections, transfers] = lanes_[lane];
   for (uint32_t from = 0; from < world_size(); ++from) {
     if (!connections[from].exists()) continue;
@@ -130,7 +130,7 @@ Pending Sockets::post(size_t lane, at::Tensor receive, at::Tensor send,
   transfer->end_if_done();
   if (serving_) {
     const uint64_t one = 1;
-    // Only a counter that is full already refuses.
+    // Fails only if the counter is full already.
     [[maybe_unused]] const ssize_t written = write(wake_.number(), &one, sizeof(one));
   }
   return transfer;
@@ -167,7 +167,7 @@ void Sockets::send_unsent(Connection& connection) {
 }
 
 // Whether something came. Throws what a connection that is gone means.
-bool Sockets::receive(const Connection& connection, Part& to_come) {
+bool Sockets::receive(const Connection& connection, Incoming& to_come) {
   auto* size_end = reinterpret_cast<std::byte*>(&to_come.size) + sizeof(to_come.size);
   iovec pieces[] = {{size_end - to_come.size_left, to_come.size_left},
                     {to_come.next, to_come.left}};
@@ -192,7 +192,7 @@ bool Sockets::receive(const Connection& connection, Part& to_come) {
   return true;
 }
 
-void Sockets::serve(Transfer& transfer, Clock::time_point end) {
+void Sockets::serve(SocketTransfer& transfer, Clock::time_point end) {
   std::unique_lock lock(mutex_);
   // Once at least, however late it is: what has come counts.
   for (bool once = false; !transfer.isCompleted(); once = true) {
@@ -231,16 +231,16 @@ Sockets::Awaited Sockets::what_to_wait_for() {
   Awaited awaited{{{wake_.number(), POLLIN, 0}}, {}};
   const std::lock_guard lock(mutex_);
   for (LaneState& lane : lanes_) {
-    std::vector<Part*> parts(lane.connections.size(), nullptr);
+    std::vector<Incoming*> parts(lane.connections.size(), nullptr);
     TransferPtr first;
     if (!lane.transfers.empty()) first = lane.transfers.front();
     if (first) {
-      for (Part& part : first->parts) parts[part.from] = &part;
+      for (Incoming& part : first->parts) parts[part.from] = &part;
     }
     for (uint32_t rank = 0; rank < lane.connections.size(); ++rank) {
       Connection& connection = lane.connections[rank];
       int16_t events = connection.unsent.empty() ? 0 : POLLOUT;
-      if (const Part* part = parts[rank]) {
+      if (const Incoming* part = parts[rank]) {
         events |= POLLIN;
         wake_when_there(connection, part->size_left + part->left);
       }
@@ -311,7 +311,7 @@ void Sockets::drop_received() {
   for (LaneState& lane : lanes_) {
     if (lane.transfers.empty()) continue;
     const TransferPtr first = lane.transfers.front();
-    std::erase_if(first->parts, [](const Part& part) { return part.complete(); });
+    std::erase_if(first->parts, [](const Incoming& part) { return part.complete(); });
     if (!first->parts.empty()) continue;
     lane.transfers.pop_front();
     first->end_if_done();

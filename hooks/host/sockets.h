@@ -77,8 +77,8 @@ class Sockets : public std::enable_shared_from_this<Sockets> {
  private:
   using milliseconds = std::chrono::milliseconds;
   using Clock = std::chrono::steady_clock;
-  class Transfer;
-  using TransferPtr = c10::intrusive_ptr<Transfer>;
+  class SocketTransfer;
+  using TransferPtr = c10::intrusive_ptr<SocketTransfer>;
 
   // Every message is preceded by its size, so that ranks that disagree on it see that at once.
   struct Unsent {
@@ -98,8 +98,8 @@ class Sockets : public std::enable_shared_from_this<Sockets> {
     int wakes_at = 1;           // bytes that have come; of the thread that serves
   };
   // What is still to come from a rank.
-  struct Part {
-    Part(uint32_t rank, std::byte* begin, size_t num_bytes)
+  struct Incoming {
+    Incoming(uint32_t rank, std::byte* begin, size_t num_bytes)
         : from(rank), next(begin), left(num_bytes), expected(num_bytes) {}
     bool complete() const { return size_left == 0 && left == 0; }
 
@@ -117,7 +117,7 @@ class Sockets : public std::enable_shared_from_this<Sockets> {
   struct Polled {
     Connection* connection;
     TransferPtr transfer;
-    Part* part;  // of `transfer`; null: nothing is to come
+    Incoming* part;  // of `transfer`; null: nothing is to come
   };
   struct Awaited {
     std::vector<pollfd> polled;  // wake_, then connections
@@ -125,9 +125,9 @@ class Sockets : public std::enable_shared_from_this<Sockets> {
   };
 
   // Until `transfer` has ended, or `end`.
-  void serve(Transfer& transfer, Clock::time_point end);
+  void serve(SocketTransfer& transfer, Clock::time_point end);
   static void send_unsent(Connection& connection);
-  static bool receive(const Connection& connection, Part& to_come);
+  static bool receive(const Connection& connection, Incoming& to_come);
   Awaited what_to_wait_for();
   static void wake_when_there(Connection& connection, size_t num_bytes);
   void move(milliseconds longest);

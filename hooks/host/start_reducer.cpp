@@ -20,9 +20,9 @@
 #include "host/connect_ranks.h"
 #include "host/socket_lane.h"
 #include "host/tensor_memory.h"
-#include "meetings.h"
 #include "protocol/defaults.h"
 #include "protocol/nodes.h"
+#include "rendezvous.h"
 #include "scalar_type.h"
 
 namespace gradferry {
@@ -36,7 +36,7 @@ constexpr const char* kRecoveryHint =
 
 static_assert(ReducerOptions().bucket_cap_mb == kBucketCapMiB);
 
-// How long ranks wait for each other; some time also with a timeout that will be refused.
+// How long ranks wait for each other; some time also with a timeout that is an error.
 milliseconds patience(const ReducerOptions& options) {
   return options.timeout.count() > 0 ? std::min(options.timeout / 2, kMostPatience) : kMostPatience;
 }
@@ -63,12 +63,12 @@ void check_tensors(const Reducer::NamedTensors& tensors) {
   std::vector<at::Tensor> all;
   for (const auto& [name, tensor] : tensors) {
     GRADFERRY_EXPECTS(names.insert(name).second, kConfig,
-                      "two tensors are called '" + name + "'; what is withheld is kept by name");
+                      "two tensors are called '" + name + "'; residuals are kept by name");
     GRADFERRY_EXPECTS(tensor.defined() && tensor.layout() == at::kStrided, kConfig,
-                      "'" + name + "' is no dense tensor");
+                      "'" + name + "' is not a dense tensor");
     GRADFERRY_EXPECTS(tensor.is_cpu(), kConfig,
                       "'" + name + "' is on " + tensor.device().str() +
-                          ", and this Reducer averages tensors on the CPU alone");
+                          ", but a Reducer of C++ averages tensors on the CPU only");
     try {
       to_scalar_type(tensor.scalar_type());
     } catch (const Error& error) {
@@ -192,7 +192,7 @@ std::string text_of(const Brought::Fields& fields) {
 
 uint64_t hash_of(const std::string& text) { return hash64(text.data(), text.size()); }
 
-// Another rank could not connect, and brings the error to the next meeting.
+// Another rank could not connect, and brings the error to the next rendezvous.
 struct OtherRankFailed : std::exception {};
 
 // `has_failed`: whether a rank has said that it cannot.
@@ -266,10 +266,10 @@ StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const Reducer
                     "world_size=" + std::to_string(world_size) + " is more than " +
                         std::to_string(kMostRanks) + "; give the number of ranks");
   GRADFERRY_EXPECTS(store || world_size == 1, kConfig, "the store is null");
-  std::optional<Meetings> meetings;
+  std::optional<Rendezvous> rendezvous;
   if (world_size > 1) {
     store = c10::make_intrusive<c10d::PrefixStore>("gradferry/reducers", store);
-    meetings.emplace(store, rank, world_size, patience(options));
+    rendezvous.emplace(store, rank, world_size, patience(options));
   }
   Proposal proposal;
   Brought brought;
@@ -281,24 +281,24 @@ StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const Reducer
     }
     layout += text_of(proposal.options) + text_of(proposal.layout);
   } catch (const Error& error) {
-    if (!meetings) throw;
+    if (!rendezvous) throw;
     brought.error = error;
   } catch (const std::exception& error) {
-    if (!meetings) throw;
+    if (!rendezvous) throw;
     brought.error.emplace(ErrorKind::kPeer, "cannot begin: " + first_line(error));
   }
   StartedReducer started{.engine = nullptr, .layout = std::move(layout)};
-  if (!meetings) {
+  if (!rendezvous) {
     allocate();
     started.engine = start_engine(proposal, options, {}, nullptr, rank, world_size);
     return started;
   }
-  const uint64_t number = meetings->meet({"come to make a Reducer", &brought, {}});
+  const uint64_t number = rendezvous->meet({"make a Reducer", &brought, {}});
   Brought outcome;
   const auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(number), store);
   try {
-    ExchangeLanes lanes =
-        connect(options, *own, rank, world_size, [&] { return meetings->has_failed(number + 1); });
+    ExchangeLanes lanes = connect(options, *own, rank, world_size,
+                                  [&] { return rendezvous->has_failed(number + 1); });
     allocate();
     started.engine =
         start_engine(proposal, options, std::move(lanes),
@@ -311,7 +311,7 @@ StartedReducer start_reducer(const Reducer::NamedTensors& tensors, const Reducer
   } catch (const std::exception& error) {
     outcome.error.emplace(ErrorKind::kPeer, "cannot make a Reducer: " + first_line(error));
   }
-  meetings->meet({"connect", &outcome, {}});
+  rendezvous->meet({"connect", &outcome, {}});
   GRADFERRY_EXPECTS(started.engine, kPeer, "another rank could not connect; look at its error");
   if (rank == 0) warn_if_exact(options, proposal.specs);
   return started;

@@ -125,7 +125,7 @@ std::string describe(const Verdict& verdict) {
   }
   FieldText text = text_of(fault.status);
   if (fault.phase == Phase::kCommit && fault.status == WireStatus::kBadChunk) text.field = "bucket";
-  return "rank " + std::to_string(reporter) + " refused a message from rank " +
+  return "rank " + std::to_string(reporter) + " rejected a message from rank " +
          std::to_string(fault.rank) + where + ": " + text.field + " is " +
          std::to_string(fault.received) + ", expected " + std::to_string(fault.expected) + "; " +
          text.advice;
@@ -134,7 +134,7 @@ std::string describe(const Verdict& verdict) {
 std::optional<Error> other_size(uint32_t rank, Phase phase, uint64_t step, uint64_t number,
                                 const std::string& reason) {
   if (reason.find(" sends a message of ") == std::string::npos) return std::nullopt;
-  return Error(ErrorKind::kProtocol, "rank " + std::to_string(rank) + " refused a message" +
+  return Error(ErrorKind::kProtocol, "rank " + std::to_string(rank) + " rejected a message" +
                                          place_of(phase, step, number) + ": " + reason + "; " +
                                          kOrder);
 }
@@ -146,10 +146,10 @@ Error lost_contact(const Loss& loss, uint32_t rank, Phase phase, uint64_t step, 
                      (loss.missing.empty() ? rank_in(reason) : name_ranks(loss.missing)) +
                      place_of(phase, step, number) + ": " + plain_reason(reason);
   if (!loss.store_answers) {
-    text += ", and the store does not answer (mostly rank 0 serves it)";
+    text += ", and the store does not answer (usually rank 0 serves it)";
   }
   return {ErrorKind::kPeer, text +
-                                "; look at the other ranks' errors first (one without an error "
+                                "; look at the other ranks' errors first (a rank without an error "
                                 "ended earlier), then restart"};
 }
 

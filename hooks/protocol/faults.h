@@ -33,7 +33,7 @@ class EchoError final : public Error {
 struct Fault {
   WireStatus status = WireStatus::kOk;
   Phase phase = Phase::kScatter;
-  uint32_t rank = 0;  // whose message was refused; this rank for kLocalFailure
+  uint32_t rank = 0;  // whose message was rejected; this rank for kLocalFailure
   uint64_t chunk = 0;
   uint64_t expected = 0;
   uint64_t received = 0;
@@ -54,7 +54,7 @@ bool is_loss_scale(uint64_t bits);
 inline constexpr const char* kUnsoundLossScale =
     "; it must be positive and finite: load a sound state into it, or make a new one";
 
-// "rank 1 refused what rank 0 sent: ..." with both values and advice.
+// "rank 1 rejected a message from rank 0 ..." with both values and advice.
 std::string describe(const Verdict& verdict);
 // The kind of the error that it is.
 ErrorKind kind_of(const Fault& fault);

@@ -19,14 +19,14 @@ struct ParameterSpec {
   ScalarType dtype;       // of the real view
   std::string codec;      // a codec string, already resolved by the rules
   std::string warmup;     // the codec of warm-up steps
-  bool worker_residual;   // keep what the first encode withholds
-  bool owner_residual;    // keep what the owner's encode withholds
+  bool worker_residual;   // keep the compression error of the first encode
+  bool owner_residual;    // keep that of the owner's encode
   // The rank that reduces all of its tiles. None: the Layout spreads them over ranks.
   std::optional<uint32_t> owner = std::nullopt;
 };
 
-// The residuals of a world of one: a place for everything that a larger world may have withheld of
-// the parameter, until the next gradient delivers it.
+// The residuals of a world of one: a place for whatever residual a larger world has saved for the
+// parameter, until the next gradient delivers it.
 inline void place_alone(ParameterSpec& parameter) {
   parameter.worker_residual = true;
   parameter.owner_residual = false;

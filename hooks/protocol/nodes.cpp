@@ -19,7 +19,7 @@ Nodes::Nodes(std::vector<std::vector<uint32_t>> members) : members_(std::move(me
   GRADFERRY_EXPECTS(
       world_size >= 1 && world_size <= kMostRanks, kConfig,
       "world size " + std::to_string(world_size) + " is not in 1.." + std::to_string(kMostRanks));
-  constexpr Place kNone{~0U, ~0U};
+  constexpr NodePlace kNone{~0U, ~0U};
   places_.assign(world_size, kNone);
   num_rails_ = ~0U;
   most_siblings_ = 0;

@@ -1,4 +1,4 @@
-// Which ranks share a node, and with it a network card. Ranks of one node add their gradients
+// Which ranks share a node, and with it a NIC. Ranks of one node add their gradients
 // before anything is compressed; nodes exchange compressed sums.
 //
 //             rail 0  rail 1
@@ -43,12 +43,12 @@ class Nodes {
   bool is_leader(uint32_t rank) const { return local_index(rank) < num_rails_; }
 
  private:
-  struct Place {
+  struct NodePlace {
     uint32_t node;
     uint32_t local_index;
   };
   std::vector<std::vector<uint32_t>> members_;
-  std::vector<Place> places_;  // by rank
+  std::vector<NodePlace> places_;  // by rank
   uint32_t num_rails_, most_siblings_;
 };
 

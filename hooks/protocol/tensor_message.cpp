@@ -18,10 +18,10 @@ uint64_t message_checksum(uint64_t payload_checksum, MessageHeader header) {
 }
 
 // The name, for error messages, of the field with that fault.
-std::string field_name(WireStatus refused) {
-  if (refused == WireStatus::kBadConfig) return "codec hash";
-  if (refused == WireStatus::kBadLayout) return "dtype or size hash";
-  const auto field = std::ranges::find(kHeaderFields, refused, &HeaderField::refused);
+std::string field_name(WireStatus fault) {
+  if (fault == WireStatus::kBadConfig) return "codec hash";
+  if (fault == WireStatus::kBadLayout) return "dtype or size hash";
+  const auto field = std::ranges::find(kHeaderFields, fault, &HeaderField::mismatch);
   std::string name = field->name;
   std::ranges::replace(name, '_', ' ');
   return name;

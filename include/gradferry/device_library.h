@@ -29,7 +29,7 @@ struct Message {
 struct Findings {
   uint32_t status;  // WireStatus
   uint32_t phase;
-  uint32_t rank;  // whose message was refused
+  uint32_t rank;  // whose message was rejected
   uint32_t reserved;
   uint64_t step;
   uint64_t chunk;
@@ -103,11 +103,11 @@ struct ReceivedMessages {
   const Message* messages;
   uint32_t num_messages;
   const std::byte* buffer;
-  // Becomes the WireStatus of each message. The first one that is refused is a fault.
+  // Becomes the WireStatus of each message. The first one that is rejected is a fault.
   uint32_t* verdicts;
 };
 
-// Checks the received messages and reduces their tiles as Codec::reduce does, those of refused
+// Checks the received messages and reduces their tiles as Codec::reduce does, those of rejected
 // messages too, into one message: payload_offset and output_offset count from the end of a header.
 // A tile found corrupt is a fault. Then writes the header of the message.
 //
@@ -131,8 +131,8 @@ struct ReduceChunkCall {
 // Codec::decode does; a message that holds no tile has no checksum. Before a tile with a residual
 // is decoded, what was sent is undone, as by Codec::undo, from the rank's own payload at
 // output_offset of `sent`. message_offset is that of the payload received. At last it sets tiles of
-// refused messages to NaN in `gradient`, notes a corrupt tile as a fault, and stores the first tile
-// that is not finite in `findings`.
+// rejected messages to NaN in `gradient`, notes a corrupt tile as a fault, and stores the first
+// tile that is not finite in `findings`.
 struct DecodeChunkCall {
   ChunkBatch chunk;
   ReceivedMessages received;
@@ -145,7 +145,7 @@ struct DecodeChunkCall {
 
 // Checks the received messages and replaces the tiles by the means of their payloads, as
 // Codec::accumulate does, with a divisor of num_messages; payload_offset counts from the end of a
-// header. If a message is refused, all tiles become NaN in `gradient`. A tile found corrupt is a
+// header. If a message is rejected, all tiles become NaN in `gradient`. A tile found corrupt is a
 // fault, and the first tile that is not finite is stored in `findings`: on request as a fault, too,
 // since no other rank sees it.
 struct AccumulateChunkCall {

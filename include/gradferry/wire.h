@@ -100,13 +100,13 @@ struct HeaderField {
   const char* name;
   uint32_t offset;  // bytes
   uint32_t num_bytes;
-  WireStatus refused;  // the status of a message whose field has a wrong value
+  WireStatus mismatch;  // the status of a message whose field has a wrong value
 };
 
 // The fields that must have one exact value, in the order in which they are checked. Only
 // MessageHeader::seed may have any value.
-#define GRADFERRY_HEADER_FIELD(name, refused) \
-  {#name, offsetof(MessageHeader, name), sizeof(MessageHeader::name), WireStatus::refused}
+#define GRADFERRY_HEADER_FIELD(name, mismatch) \
+  {#name, offsetof(MessageHeader, name), sizeof(MessageHeader::name), WireStatus::mismatch}
 inline constexpr std::array<HeaderField, 11> kHeaderFields{{
     GRADFERRY_HEADER_FIELD(magic, kBadMagic),
     GRADFERRY_HEADER_FIELD(wire_version, kBadVersion),
@@ -150,7 +150,7 @@ constexpr HeaderMismatch first_mismatch(const MessageHeader& expected,
   const auto compare = [&]<size_t i>() {
     constexpr HeaderField field = kHeaderFields[i];
     const uint64_t wanted = header_value(lawful, field), came = header_value(received, field);
-    if (first.status == WireStatus::kOk && wanted != came) first = {field.refused, wanted, came};
+    if (first.status == WireStatus::kOk && wanted != came) first = {field.mismatch, wanted, came};
   };
   [&]<size_t... i>(std::index_sequence<i...>) {
     (compare.template operator()<i>(), ...);
@@ -172,7 +172,7 @@ struct CommitRecord {
   uint64_t bucket;        // number of the bucket since the codec was attached
   uint32_t failed_chunk;  // low 32 bits; 0 when status is kOk, as in all that follow but one
   uint16_t failed_phase;
-  uint16_t failed_rank;  // whose message was refused, low 16 bits
+  uint16_t failed_rank;  // whose message was rejected, low 16 bits
   uint64_t expected;
   uint64_t received;  // when status is kOk: the bits of the fp32 loss scale; 0: no GradScaler
   uint64_t checksum;  // word_sum of the 14 words before it, followed by the words after it

@@ -22,14 +22,14 @@ namespace gradferry {
 namespace {
 
 // In the order of the tables of tiles in device memory.
-enum class Call : uint8_t { kEncode, kReduce, kDecode };
+enum class KernelCall : uint8_t { kEncode, kReduce, kDecode };
 
 // This rank is rank 0 and owns all tiles: it sends one message, and reduces what every rank sends.
 constexpr Envelope kEnvelope{
     .config_hash = 0, .layout_hash = 0, .step = 0, .chunk = 0, .rank = 0, .phase = Phase::kScatter};
 
 // Holds the messages and tables of the chunk. Gradients have num_elements elements, residuals too,
-// in fp32; without a residual nothing is withheld.
+// in fp32; without a residual the compression error is lost.
 class DeviceCodec {
  public:
   // `world_size`: the most messages that are reduced. `momentum`: one of 0.5, else none. Throws
@@ -76,7 +76,7 @@ class DeviceCodec {
 
   void encode(const at::Tensor& gradient, const std::optional<at::Tensor>& residual) const {
     expect_gradient(gradient);
-    chunk_kernels().encode({.chunk = chunk(Call::kEncode, residual),
+    chunk_kernels().encode({.chunk = chunk(KernelCall::kEncode, residual),
                             .gradient = gradient.const_data_ptr(),
                             .gain = gain(),
                             .residual = residual_of(residual),
@@ -103,7 +103,7 @@ class DeviceCodec {
     GRADFERRY_EXPECTS(world_size >= 1 && world_size <= world_size_, kConfig,
                       "world_size must be 1 to " + std::to_string(world_size_) + ", not " +
                           std::to_string(world_size));
-    chunk_kernels().reduce({.chunk = chunk(Call::kReduce, residual),
+    chunk_kernels().reduce({.chunk = chunk(KernelCall::kReduce, residual),
                             .received = {.messages = received_messages(),
                                          .num_messages = world_size,
                                          .buffer = bytes(received_),
@@ -120,7 +120,7 @@ class DeviceCodec {
 
   void decode(const at::Tensor& gradient, const std::optional<at::Tensor>& residual) const {
     expect_gradient(gradient);
-    chunk_kernels().decode({.chunk = chunk(Call::kDecode, residual),
+    chunk_kernels().decode({.chunk = chunk(KernelCall::kDecode, residual),
                             .received = {.messages = reduced_message(),
                                          .num_messages = 1,
                                          .buffer = bytes(reduced_),
@@ -132,7 +132,7 @@ class DeviceCodec {
                             .findings = findings()});
   }
 
-  // Throws what a kernel has found wrong so far: Error(kProtocol) for a message that it refused,
+  // Throws what a kernel has found wrong so far: Error(kProtocol) for a message that it rejected,
   // Error(kConfig) for a number that is not finite. Either takes another path through the kernels.
   // Waits for the device.
   void expect_no_findings() const {
@@ -184,19 +184,20 @@ class DeviceCodec {
           static_cast<uint32_t>(std::min<uint64_t>(kTileElements, num_elements_ - first));
       const auto worker = static_cast<uint32_t>(id * tile_bytes(kTileElements, Stage::kWorker));
       const auto owner = static_cast<uint32_t>(id * tile_bytes(kTileElements, Stage::kOwner));
-      const auto put = [&](Call call, uint32_t payload, uint32_t output, uint32_t in_message) {
+      const auto put = [&](KernelCall call, uint32_t payload, uint32_t output,
+                           uint32_t in_message) {
         for (const bool kept : {false, true}) {
           tables[table_of(call, kept) + id] = {
               {id, first, first, n, payload, output, in_message}, 0, 0, kept ? 1U : 0U, 0};
         }
       };
-      put(Call::kEncode, kHeaderBytes + worker, 0, worker);
-      put(Call::kReduce, worker, owner, owner);
-      put(Call::kDecode, kHeaderBytes + owner, kHeaderBytes + worker, owner);
+      put(KernelCall::kEncode, kHeaderBytes + worker, 0, worker);
+      put(KernelCall::kReduce, worker, owner, owner);
+      put(KernelCall::kDecode, kHeaderBytes + owner, kHeaderBytes + worker, owner);
     }
     tiles_ = upload(static_cast<const void*>(tables.data()), tables.size() * sizeof(ChunkTile));
   }
-  uint64_t table_of(Call call, bool has_residual) const {
+  uint64_t table_of(KernelCall call, bool has_residual) const {
     return (2 * static_cast<uint64_t>(call) + (has_residual ? 1 : 0)) * num_tiles_;
   }
 
@@ -219,7 +220,7 @@ class DeviceCodec {
 
   // --- parts of calls
 
-  ChunkBatch chunk(Call call, const std::optional<at::Tensor>& residual) const {
+  ChunkBatch chunk(KernelCall call, const std::optional<at::Tensor>& residual) const {
     const auto* tiles = static_cast<const ChunkTile*>(tiles_.const_data_ptr());
     const auto* codecs = static_cast<const ChunkCodec*>(chunk_codec_.const_data_ptr());
     return {

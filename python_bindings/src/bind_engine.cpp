@@ -5,11 +5,11 @@
 #include <optional>
 #include <type_traits>
 
-#include "all_reduce.h"
 #include "background_thread.h"
 #include "bindings.h"
 #include "ddp_hook.h"
 #include "device/device_engine.h"
+#include "exchanger.h"
 #include "gradferry/device_library.h"
 #include "holders.h"
 #include "host/bucket_pipeline.h"
@@ -182,8 +182,8 @@ std::shared_ptr<DeviceEngine> start_device_engine(
                              std::move(transport));
 }
 
-std::unique_ptr<AllReducer> make_reducer(std::shared_ptr<BucketEngine> engine) {
-  return std::make_unique<AllReducer>(std::move(engine));
+std::unique_ptr<Exchanger> make_exchanger(std::shared_ptr<BucketEngine> engine) {
+  return std::make_unique<Exchanger>(std::move(engine));
 }
 
 // `capsule` holds a DeviceLibrary, in a module that stays loaded.
@@ -198,18 +198,18 @@ void all_reduce(std::shared_ptr<BucketEngine> engine, const at::Tensor& gradient
   const py::gil_scoped_release released;
   std::vector<uint32_t> parameters(engine->layout().parameters().size());
   std::iota(parameters.begin(), parameters.end(), 0);
-  AllReducer(std::move(engine)).start({{parameters, gradient}}, /*in_background=*/false).wait();
+  Exchanger(std::move(engine)).start({{parameters, gradient}}, /*in_background=*/false).wait();
 }
 
 using BucketPair = std::pair<std::vector<uint32_t>, at::Tensor>;
 
-PendingAllReduce start_all_reduce(AllReducer& reducer, std::vector<BucketPair> pairs,
-                                  bool in_background) {
-  std::vector<AllReducer::Bucket> buckets;
+PendingExchange start_exchange(Exchanger& exchanger, std::vector<BucketPair> pairs,
+                               bool in_background) {
+  std::vector<Exchanger::HandedBucket> buckets;
   for (auto& [parameters, gradient] : pairs) {
     buckets.push_back({std::move(parameters), std::move(gradient)});
   }
-  return reducer.start(std::move(buckets), in_background);
+  return exchanger.start(std::move(buckets), in_background);
 }
 
 double milliseconds(int64_t nanoseconds) { return static_cast<double>(nanoseconds) / 1e6; }
@@ -424,13 +424,13 @@ void bind_engine(py::module_& module) {
            py::arg("values"), py::arg("factor"), py::call_guard<py::gil_scoped_release>())
       .def("scale_residuals", &BucketEngine::scale_residuals, py::arg("factor"),
            py::call_guard<py::gil_scoped_release>());
-  py::class_<PendingAllReduce>(module, "PendingAllReduce")
-      .def("wait", &PendingAllReduce::wait, py::call_guard<py::gil_scoped_release>())
-      .def("is_completed", &PendingAllReduce::is_completed);
-  py::class_<AllReducer> reducer_class(module, "AllReducer");
-  def_init(reducer_class, &make_reducer, py::arg("engine"));
-  reducer_class.def("start", &start_all_reduce, py::arg("buckets"), py::kw_only(),
-                    py::arg("in_background"), py::call_guard<py::gil_scoped_release>());
+  py::class_<PendingExchange>(module, "PendingAllReduce")
+      .def("wait", &PendingExchange::wait, py::call_guard<py::gil_scoped_release>())
+      .def("is_completed", &PendingExchange::is_completed);
+  py::class_<Exchanger> exchanger_class(module, "AllReducer");
+  def_init(exchanger_class, &make_exchanger, py::arg("engine"));
+  exchanger_class.def("start", &start_exchange, py::arg("buckets"), py::kw_only(),
+                      py::arg("in_background"), py::call_guard<py::gil_scoped_release>());
   py::class_<HostEngine, BucketEngine, std::shared_ptr<HostEngine>> host_class(module,
                                                                                "HostEngine");
   def_init(host_class, &start_host_engine, py::arg("options"), py::kw_only(), py::arg("tensors"),

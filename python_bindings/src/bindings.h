@@ -16,7 +16,7 @@ void bind_errors(py::module_& module);
 void bind_codecs(py::module_& module);
 void bind_tensor_messages(py::module_& module);
 void bind_engine(py::module_& module);
-void bind_meetings(py::module_& module);  // after bind_engine()
+void bind_rendezvous(py::module_& module);  // after bind_engine()
 void bind_ddp_hook(py::module_& module);
 void bind_device_codec(py::module_& module);
 void bind_compressed_mean(py::module_& module);

@@ -7,7 +7,7 @@ PYBIND11_MODULE(_native, module) {
   gradferry::bind_codecs(module);
   gradferry::bind_tensor_messages(module);
   gradferry::bind_engine(module);
-  gradferry::bind_meetings(module);
+  gradferry::bind_rendezvous(module);
   gradferry::bind_ddp_hook(module);
   gradferry::bind_device_codec(module);
   gradferry::bind_compressed_mean(module);

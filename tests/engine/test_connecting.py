@@ -122,7 +122,7 @@ def test_rank_that_is_interrupted_while_it_connects_is_named_at_once() -> None:
 def test_rank_that_is_interrupted_while_it_waits_is_named() -> None:
     """Rank 2 does not come; rank 0 is interrupted, and rank 1 need not wait for the rest."""
     ddp = DistributedDataParallel(ChosenGradients(SCENARIO))
-    store = PrefixStore("gradferry/meetings", store_of(dist.group.WORLD))
+    store = PrefixStore("gradferry/rendezvous", store_of(dist.group.WORLD))
     other_came = f"{store.add('number', 0)}/rank/1"
     dist.barrier()
     if dist.get_rank() == 0:

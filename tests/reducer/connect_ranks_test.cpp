@@ -227,9 +227,10 @@ TEST(ConnectRanks, WrongAnswerIsRefused) {
     ASSERT_EQ(send(accepted.number(), wrong.data(), wrong.size(), 0), 16);
     is_closed(accepted);
   });
-  EXPECT_EQ(error_of(*store, connecting(1, 2)),
-            "cannot connect to the other ranks: rank 0: something else listens where it did; look "
-            "at the network of this rank's host");
+  EXPECT_EQ(
+      error_of(*store, connecting(1, 2)),
+      "cannot connect to the other ranks: rank 0: another program listens at its address now; look "
+      "at the network of this rank's host");
 }
 
 TEST(ConnectRanks, RankThatIsGoneIsNamedAtOnce) {
@@ -252,7 +253,7 @@ TEST(ConnectRanks, WhatStandsInTheStoreAndIsNoPlaceIsRefused) {
                                   secrets + " 4 127.0.0.1 5000 5", secrets + " 4 nowhere 5000"}) {
     store->set("0", std::vector<uint8_t>(text.begin(), text.end()));
     EXPECT_EQ(error_of(*store, connecting(1, 2)),
-              "another rank runs another version of gradferry; install one on all ranks");
+              "another rank runs another version of gradferry; install the same on all ranks");
   }
 }
 

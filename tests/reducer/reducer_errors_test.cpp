@@ -1,4 +1,4 @@
-// What a Reducer of C++ programs refuses, and what it says.
+// What a Reducer of C++ programs rejects, and what it says.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -15,7 +15,7 @@
 namespace gradferry {
 namespace {
 
-TEST(Reducer, StateOfOtherOptionsIsRefused) {
+TEST(Reducer, StateOfOtherOptionsIsRejected) {
   const Store store = new_store();
   const auto errors = run_ranks([&](uint32_t rank) {
     std::stringstream saved;
@@ -142,9 +142,9 @@ TEST(Reducer, StateIsNeitherSavedNorLoadedBetweenBackwardAndWait) {
     reducer.average_in_backward();
     backward(nets[rank], rank, 0);
     EXPECT_EQ(error_of(ErrorKind::kState, [&] { torch::save(reducer, ignored); }),
-              "save() between backward() and wait(): call wait() first");
+              "save() was called between backward() and wait(); call wait() first");
     EXPECT_EQ(error_of(ErrorKind::kState, [&] { torch::load(reducer, before); }),
-              "load() between backward() and wait(): call wait() first");
+              "load() was called between backward() and wait(); call wait() first");
     reducer.wait();
     torch::save(reducer, after);
     EXPECT_EQ(reducer.stats().steps, 1);
@@ -164,7 +164,7 @@ std::string error_of_averaging(const std::vector<torch::Tensor>& gradients) {
   return error.substr(0, error.find(';'));
 }
 
-TEST(Reducer, TensorsThatShareMemoryAreRefused) {
+TEST(Reducer, TensorsThatShareMemoryAreRejected) {
   const auto all = torch::zeros({40, 50}), flat = torch::zeros({100});
   const std::string shared = "rank 0: 'a' and 'b' share memory, which would be averaged twice";
   EXPECT_EQ(error_of_averaging({all, all}), shared);
@@ -183,7 +183,7 @@ TEST(Reducer, TensorsThatShareMemoryAreRefused) {
             "'up' and 'down' share memory, which would be averaged twice; leave one of them out");
 }
 
-TEST(Reducer, RuleThatMatchesNoTensorIsRefused) {
+TEST(Reducer, RuleThatMatchesNoTensorIsRejected) {
   EXPECT_EQ(
       error_of(ErrorKind::kConfig,
                [] {
@@ -220,7 +220,7 @@ TEST(Reducer, CodecThatNoTensorGetsIsWarnedOfOnce) {
 TEST(Reducer, OneThatWasMovedFromSaysSo) {
   Reducer reducer(tensors(), with("q4"), nullptr, 0, 1);
   const Reducer other = std::move(reducer);
-  const std::string expected = "this Reducer was moved from: call the one that it was moved to";
+  const std::string expected = "this Reducer was moved from; call the one that it was moved to";
   // NOLINTBEGIN(bugprone-use-after-move)
   EXPECT_EQ(error_of(ErrorKind::kState, [&] { reducer.wait(); }), expected);
   EXPECT_EQ(error_of(ErrorKind::kState, [&] { reducer.average_in_backward(); }), expected);
@@ -240,7 +240,7 @@ TEST(Reducer, StateIsLoadedWithOtherBuckets) {
   EXPECT_EQ(other.stats().steps, 1);
 }
 
-TEST(Reducer, DamagedStateIsRefusedAndChangesNothing) {
+TEST(Reducer, DamagedStateIsRejectedAndChangesNothing) {
   const Store store = new_store();
   const auto errors = run_ranks([&](uint32_t rank) {
     Reducer reducer(tensors(), with("q4"), store, rank, kRanks);
@@ -272,12 +272,12 @@ TEST(Reducer, DamagedStateIsRefusedAndChangesNothing) {
       read.load_from(stream);
       return error_of(ErrorKind::kState, [&] { reducer.load(read); }).substr(0, 26);
     };
-    const std::string refused = "the saved state is damaged";
-    EXPECT_EQ(damaged(-1, 1, 0), refused);
-    EXPECT_EQ(damaged(1, -1, 0), refused);
-    EXPECT_EQ(damaged(1, std::nan(""), 0), refused);
-    EXPECT_EQ(damaged(1, 1, std::nan("")), refused);
-    EXPECT_EQ(damaged(1, 1, HUGE_VAL), refused);
+    const std::string rejected = "the saved state is damaged";
+    EXPECT_EQ(damaged(-1, 1, 0), rejected);
+    EXPECT_EQ(damaged(1, -1, 0), rejected);
+    EXPECT_EQ(damaged(1, std::nan(""), 0), rejected);
+    EXPECT_EQ(damaged(1, 1, std::nan("")), rejected);
+    EXPECT_EQ(damaged(1, 1, HUGE_VAL), rejected);
     EXPECT_EQ(damaged(1, 1, 0, 2), "the state has format 2, an");
     EXPECT_EQ(reducer.stats().steps, 1);
     std::stringstream again;

@@ -44,7 +44,7 @@ struct ReducerOptions {
   // The first rule that matches a tensor's name counts, whatever the size of the tensor; not for
   // float64. Each must match a tensor.
   std::vector<ReducerRule> rules = {};
-  // Which residuals, which carry what a codec withholds into the next step, are kept: "none",
+  // Which residuals, which carry the compression error into the next step, are kept: "none",
   // "owner", "worker", "both", or "auto": both below 8 bits per element, else the owner's.
   std::string error_feedback = "auto";
   // From 0 to less than 1. Not 0: tensors receive the momentum of gradients instead of gradients,
@@ -98,7 +98,7 @@ class Reducer {
 
   // Replaces tensors by their averages over all ranks; blocks. Collective. `tensors`: in the order
   // of registration, each with the shape and dtype registered, not requiring grad, in memory of its
-  // own. Every call is a step: what it withholds, the next one adds.
+  // own. Every call is a step, whose compression error the next one adds.
   //
   // Throws Error(kState) for other tensors, Error(kPeer) and Error(kProtocol) where another rank
   // failed or sends what it must not. Any error ends the Reducer on all ranks; every later call

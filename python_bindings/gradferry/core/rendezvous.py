@@ -1,7 +1,7 @@
 """Ranks meet in the store of their process group before any of them posts a collective.
 
 If one rank never joins a collective, the others lose the timeout of the process group, and the
-group with it. hooks/meetings.h has the rendezvous, and its keys. Here are those with which ranks
+group with it. hooks/rendezvous.h has the rendezvous, and its keys. Here are those with which ranks
 that lose a collective look for each other. They stay: mostly the processes end afterwards.
 
     <number>/failed        set as soon as one rank has lost a collective, or gives up
@@ -115,7 +115,7 @@ def meet(
                 _say_who_is_missing(group, purpose, longest.total_seconds() - SAY_AFTER_SECONDS)
 
     _native.meet(
-        PrefixStore("gradferry/meetings", store_of(group)),
+        PrefixStore("gradferry/rendezvous", store_of(group)),
         rank=group.rank(),
         world_ranks=world_ranks(group),
         longest_seconds=longest.total_seconds(),
@@ -191,7 +191,7 @@ def hear_failures(group: dist.ProcessGroup) -> Callable[[], None]:
 
 
 def _next_rendezvous(group: dist.ProcessGroup) -> Store:
-    store = PrefixStore("gradferry/meetings", store_of(group))
+    store = PrefixStore("gradferry/rendezvous", store_of(group))
     return PrefixStore(str(store.add("number", 0)), store)
 
 

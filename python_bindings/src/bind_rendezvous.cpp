@@ -7,8 +7,8 @@
 #include "holders.h"
 #include "host/connect_ranks.h"
 #include "host/socket_lane.h"
-#include "meetings.h"
 #include "protocol/reasons.h"
+#include "rendezvous.h"
 #include "threads.h"
 
 namespace gradferry {
@@ -30,10 +30,11 @@ std::function<void()> calling(const py::function& poll) {
 
 void meet(const py::handle& store, uint32_t rank, const WorldRanks& world_ranks,
           double longest_seconds, const std::string& purpose, const py::function& between_polls) {
-  Meetings meetings(to_store(store), rank, static_cast<uint32_t>(world_ranks.size()),
-                    to_milliseconds(longest_seconds), world_ranks);
+  Rendezvous rendezvous(to_store(store), rank, static_cast<uint32_t>(world_ranks.size()),
+                        to_milliseconds(longest_seconds), world_ranks);
   const py::gil_scoped_release released;
-  meetings.meet({.purpose = purpose, .brought = nullptr, .between_polls = calling(between_polls)});
+  rendezvous.meet(
+      {.purpose = purpose, .brought = nullptr, .between_polls = calling(between_polls)});
 }
 
 py::list connect_lanes(const py::handle& store, uint32_t rank, const WorldRanks& world_ranks,
@@ -60,7 +61,7 @@ py::list connect_lanes(const py::handle& store, uint32_t rank, const WorldRanks&
 
 }  // namespace
 
-void bind_meetings(py::module_& module) {
+void bind_rendezvous(py::module_& module) {
   module.def("plain_reason", &plain_reason, py::arg("text"));
   module.def(
       "is_echo", [](const std::string& text) { return reason_of(text) != Reason::kOther; },

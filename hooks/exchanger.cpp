@@ -1,4 +1,4 @@
-#include "all_reduce.h"
+#include "exchanger.h"
 
 #include <unistd.h>
 
@@ -10,16 +10,15 @@
 
 namespace gradferry {
 
-PendingAllReduce::PendingAllReduce(std::shared_ptr<BucketEngine> engine,
-                                   std::vector<at::Tensor> gradients,
-                                   std::vector<FuturePtr> futures)
+PendingExchange::PendingExchange(std::shared_ptr<BucketEngine> engine,
+                                 std::vector<at::Tensor> gradients, std::vector<FuturePtr> futures)
     : engine_(std::move(engine)), gradients_(std::move(gradients)), futures_(std::move(futures)) {}
 
-PendingAllReduce::~PendingAllReduce() {
+PendingExchange::~PendingExchange() {
   for (const at::Tensor& gradient : gradients_) engine_->expect_early_end(gradient);
 }
 
-void PendingAllReduce::wait() {
+void PendingExchange::wait() {
   // All of them first: nobody writes to the gradients of a call that has returned.
   for (const FuturePtr& future : futures_) future->wait();
   for (const FuturePtr& future : futures_) {
@@ -29,22 +28,22 @@ void PendingAllReduce::wait() {
   engine_.reset();
 }
 
-bool PendingAllReduce::is_completed() const {
+bool PendingExchange::is_completed() const {
   return std::ranges::all_of(futures_, [](const FuturePtr& each) { return each->completed(); });
 }
 
-AllReducer::AllReducer(std::shared_ptr<BucketEngine> engine)
+Exchanger::Exchanger(std::shared_ptr<BucketEngine> engine)
     : engine_(std::move(engine)), process_id_(getpid()) {}
 
-AllReducer::~AllReducer() {
+Exchanger::~Exchanger() {
   if (worker_ && getpid() == process_id_) worker_->stop(nullptr);
 }
 
-PendingAllReduce AllReducer::start(std::vector<Bucket> buckets, bool in_background) {
+PendingExchange Exchanger::start(std::vector<HandedBucket> buckets, bool in_background) {
   if (getpid() != process_id_) throw called_after_fork(process_id_);  // the thread is not here
   std::vector<FuturePtr> futures;
   std::vector<at::Tensor> gradients;
-  for (const Bucket& bucket : buckets) {
+  for (const HandedBucket& bucket : buckets) {
     futures.push_back(make_future(c10::TensorType::get(), bucket.gradient));
     if (!bucket.gradient.is_cpu()) gradients.push_back(bucket.gradient);
   }

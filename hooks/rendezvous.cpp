@@ -1,4 +1,4 @@
-#include "meetings.h"
+#include "rendezvous.h"
 
 #include <algorithm>
 #include <charconv>
@@ -18,7 +18,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kShortestPause{1}, kLongestPause{100};
 // Grace period for slower ranks to read why they do not go on.
 constexpr milliseconds kLongestForOthers{2000};
-constexpr const char* kUnreadable = "a rank brought something else to the store";
+constexpr const char* kUnreadable = "a rank wrote something unreadable to the store";
 
 // Texts as one, and back.
 std::string joined(const std::vector<std::string>& parts) {
@@ -105,7 +105,7 @@ std::optional<Error> first_difference(const Brought& expected, uint64_t first,
                   std::to_string(brought.fields.size()), std::to_string(expected.fields.size()));
 }
 
-// Others count on a rank that has come, so what it does in the store is done again, a few times,
+// Others count on a rank that has arrived, so what it does in the store is done again, a few times,
 // where memory was short. A store asks for memory before it sends; when it reads a text it asks in
 // the middle, and is of no use afterwards, so that nothing is read on the way to a good outcome.
 template <typename Act>
@@ -126,7 +126,7 @@ struct Interruption final : std::exception {
   std::exception_ptr thrown;
 };
 
-// What is wrong with what came, by rank; nothing came from ranks that are missing.
+// What is wrong with what ranks brought, by rank; missing ranks brought nothing.
 std::optional<Error> first_problem(const std::vector<std::optional<Brought>>& brought) {
   for (const bool is_echo : {false, true}) {
     for (size_t rank = 0; rank < brought.size(); ++rank) {
@@ -146,15 +146,15 @@ std::optional<Error> first_problem(const std::vector<std::optional<Brought>>& br
 
 }  // namespace
 
-Meetings::Meetings(c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size,
-                   milliseconds longest, WorldRanks world_ranks)
+Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, uint32_t rank, uint32_t world_size,
+                       milliseconds longest, WorldRanks world_ranks)
     : store_(std::move(store)),
       rank_(rank),
       world_size_(world_size),
       longest_(longest),
       world_ranks_(std::move(world_ranks)) {}
 
-uint64_t Meetings::meet(const Visit& visit) {
+uint64_t Rendezvous::meet(const Visit& visit) {
   uint64_t number = 0;
   Brought outcome;
   try {
@@ -167,20 +167,21 @@ uint64_t Meetings::meet(const Visit& visit) {
   } catch (const Error&) {
     throw;
   } catch (const std::bad_alloc&) {
-    throw Error(ErrorKind::kPeer, name_of(rank_) + ": out of memory while the ranks met");
+    throw Error(ErrorKind::kPeer,
+                name_of(rank_) + ": out of memory at the rendezvous of the ranks");
   } catch (const std::exception& error) {
     const std::string reason = error.what();
     throw Error(ErrorKind::kPeer, "the store does not answer (" +
                                       reason.substr(0, reason.find('\n')) +
-                                      "); the process that serves it, mostly that of rank 0, may "
-                                      "have ended: look at its error first");
+                                      "); the process that serves it, usually rank 0, may have "
+                                      "ended: look at its error first");
   }
   if (outcome.error && outcome.is_echo) throw EchoError(outcome.error->what());
   if (outcome.error) throw Error(*outcome.error);
   return number;
 }
 
-void Meetings::come(uint64_t number, const Visit& visit) {
+void Rendezvous::come(uint64_t number, const Visit& visit) {
   const std::string prefix = std::to_string(number) + "/", own = std::to_string(rank_);
   const auto add_one = [&](const std::string& key) {
     return despite_little_memory([&] { return store_->add(prefix + key, 1); });
@@ -211,13 +212,13 @@ void Meetings::come(uint64_t number, const Visit& visit) {
          }));
 }
 
-bool Meetings::has_failed(uint64_t number) {
+bool Rendezvous::has_failed(uint64_t number) {
   return store_->check({std::to_string(number) + "/failed"});
 }
 
-// What is wrong if this rank and the first one to come wait for different numbers of ranks: none
-// may be the last one to come then.
-std::optional<Error> Meetings::other_world_size(uint64_t number) {
+// What is wrong if this rank and the first one to arrive wait for different numbers of ranks: then
+// there may be no last one to arrive.
+std::optional<Error> Rendezvous::other_world_size(uint64_t number) {
   const std::string size = std::to_string(world_size_), own = joined({size, name_of(rank_)});
   const std::vector<uint8_t> found = store_->compareSet(
       std::to_string(number) + "/size", {}, std::vector<uint8_t>(own.begin(), own.end()));
@@ -228,7 +229,7 @@ std::optional<Error> Meetings::other_world_size(uint64_t number) {
 }
 
 // Returns the outcome; decides when it does not come in time.
-Brought Meetings::wait(uint64_t number, const Visit& visit) {
+Brought Rendezvous::wait(uint64_t number, const Visit& visit) {
   const std::string outcome = std::to_string(number) + "/outcome";
   const std::string wrong = std::to_string(number) + "/error";
   const TimePoint deadline = now() + longest_;
@@ -242,7 +243,8 @@ Brought Meetings::wait(uint64_t number, const Visit& visit) {
       decide(number, despite_little_memory([&] { return outcome_of(number, visit); }));
       decides = true;
     } else if (now() > deadline + longest_) {
-      throw Error(ErrorKind::kPeer, "a rank ended while the ranks met; look at the errors of all");
+      throw Error(ErrorKind::kPeer,
+                  "a rank ended during the rendezvous; look at the errors of all");
     }
     if (visit.between_polls) {
       try {
@@ -263,7 +265,7 @@ Brought Meetings::wait(uint64_t number, const Visit& visit) {
 }
 
 // The process of this rank may serve the store, and end with the error.
-void Meetings::let_others_read(uint64_t number) {
+void Rendezvous::let_others_read(uint64_t number) {
   const std::string prefix = std::to_string(number) + "/";
   const TimePoint deadline = now() + kLongestForOthers;
   try {
@@ -279,8 +281,8 @@ void Meetings::let_others_read(uint64_t number) {
   }
 }
 
-// What those who came so far make of it.
-Brought Meetings::outcome_of(uint64_t number, const Visit& visit) {
+// What the ranks that have arrived so far make of it.
+Brought Rendezvous::outcome_of(uint64_t number, const Visit& visit) {
   const std::string prefix = std::to_string(number) + "/";
   std::vector<std::optional<Brought>> brought(world_size_);
   std::vector<uint32_t> missing;
@@ -296,22 +298,22 @@ Brought Meetings::outcome_of(uint64_t number, const Visit& visit) {
   Brought outcome;
   outcome.error = first_problem(brought);
   if (!outcome.error && !missing.empty()) {
-    outcome.error.emplace(ErrorKind::kPeer,
-                          name_ranks(missing) + " did not " + visit.purpose + " within " +
-                              seconds(longest_) +
-                              "; see whether every rank calls gradferry at this point, and look at "
-                              "the errors of those that did not first. Nothing was changed, and "
-                              "all ranks can try again");
+    outcome.error.emplace(
+        ErrorKind::kPeer,
+        name_ranks(missing) + " did not " + visit.purpose + " within " + seconds(longest_) +
+            "; check that every rank makes this call, and look first at the errors "
+            "of those that did not. Nothing was changed, and all ranks can try "
+            "again");
   }
   return outcome;
 }
 
-void Meetings::decide(uint64_t number, const Error& error) {
+void Rendezvous::decide(uint64_t number, const Error& error) {
   decide(number, {.fields = {}, .error = error, .is_echo = false});
 }
 
 // Unless another rank has decided.
-void Meetings::decide(uint64_t number, const Brought& outcome) {
+void Rendezvous::decide(uint64_t number, const Brought& outcome) {
   const std::string prefix = std::to_string(number) + "/";
   if (despite_little_memory([&] { return store_->add(prefix + "decided", 1); }) != 1) return;
   despite_little_memory([&] { return store_->add("number", 1); });
@@ -323,12 +325,12 @@ void Meetings::decide(uint64_t number, const Brought& outcome) {
   try {
     forget_before(number);
   } catch (const std::bad_alloc&) {
-    return;  // the next meeting removes them
+    return;  // the next rendezvous removes them
   }
 }
 
-// Removes what nobody reads any more: all ranks have left those meetings.
-void Meetings::forget_before(uint64_t number) {
+// Removes what nobody reads any more: all ranks have left those rendezvous.
+void Rendezvous::forget_before(uint64_t number) {
   while (number-- > 0) {
     const std::string prefix = std::to_string(number) + "/";
     if (!store_->check({prefix + "decided"})) return;  // removed before

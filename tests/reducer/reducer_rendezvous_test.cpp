@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "gradferry/reducer.h"
-#include "meetings.h"
 #include "ranks.h"
+#include "rendezvous.h"
 
 namespace gradferry {
 namespace {
@@ -53,14 +53,15 @@ TEST(Reducer, ErrorOfOneRankIsSaidOnAllOfThem) {
 }
 
 // Rank 0 comes with what it has heard of rank 1.
-TEST(Meetings, TheCauseIsSaidAndNotWhatFollowedFromIt) {
+TEST(Rendezvous, TheCauseIsSaidAndNotWhatFollowedFromIt) {
   const Store store = new_store();
   const auto error = common_error([&](uint32_t rank) {
-    Meetings meetings(store, rank, kRanks, std::chrono::minutes(1));
+    Rendezvous rendezvous(store, rank, kRanks, std::chrono::minutes(1));
     const Brought cause{.fields = {}, .error = Error(ErrorKind::kState, "the cause")};
     const Brought echo{
         .fields = {}, .error = Error(ErrorKind::kPeer, "rank 1 failed"), .is_echo = true};
-    meetings.meet({.purpose = "come", .brought = rank == 0 ? &echo : &cause, .between_polls = {}});
+    rendezvous.meet(
+        {.purpose = "come", .brought = rank == 0 ? &echo : &cause, .between_polls = {}});
   });
   EXPECT_EQ(error, "rank 1: the cause");
 }
@@ -73,12 +74,12 @@ TEST(Reducer, RankThatStaysAwayIsNamed) {
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kPeer);
-    EXPECT_EQ(std::string(error.what()).substr(0, 52),
-              "rank 1 did not come to make a Reducer within 0.05 s;");
+    EXPECT_EQ(std::string(error.what()).substr(0, 44),
+              "rank 1 did not make a Reducer within 0.05 s;");
   }
 }
 
-TEST(Reducer, TwoProcessesOfOneRankAreRefused) {
+TEST(Reducer, TwoProcessesOfOneRankAreAnError) {
   const Store store = new_store();
   const auto error =
       common_error([&](uint32_t) { Reducer(tensors(), with("q4"), store, 1, kRanks); });
@@ -89,7 +90,7 @@ TEST(Reducer, TwoProcessesOfOneRankAreRefused) {
 
 TEST(Reducer, KeysOfARunThatWasKilledAreNamed) {
   const Store store = new_store();
-  store->add("gradferry/reducers/0/rank/0", 1);  // by rank 0, before the meeting had an outcome
+  store->add("gradferry/reducers/0/rank/0", 1);  // by rank 0, before the rendezvous had an outcome
   const auto error = common_error([&](uint32_t rank) {
     while (rank == 0 && !store->check({"gradferry/reducers/0/came"})) std::this_thread::yield();
     Reducer(tensors(), with("q4"), store, rank, kRanks);
@@ -163,7 +164,7 @@ TEST(Reducer, ErrorsThatAnotherRankCausesAreSaidAsSuch) {
             "rank 1: the other ranks did not connect: Wait Timeout");
 }
 
-TEST(Reducer, StoreKeepsTheKeysOfOneMeeting) {
+TEST(Reducer, StoreKeepsTheKeysOfOneRendezvous) {
   const auto make = [](const Store& store, uint32_t rank, uint64_t seed) {
     Reducer(tensors(), {.codec = "q4", .seed = seed}, store, rank, kRanks);
   };

@@ -14,15 +14,15 @@
 namespace gradferry {
 
 // The buckets of one call, on their way.
-class PendingAllReduce {
+class PendingExchange {
  public:
   // `engine`: which uses the gradients until the Futures are waited for.
-  PendingAllReduce(std::shared_ptr<BucketEngine> engine, std::vector<at::Tensor> gradients,
-                   std::vector<FuturePtr> futures);
+  PendingExchange(std::shared_ptr<BucketEngine> engine, std::vector<at::Tensor> gradients,
+                  std::vector<FuturePtr> futures);
   // Without wait() the gradients can be freed too early.
-  ~PendingAllReduce();
-  PendingAllReduce(PendingAllReduce&&) = default;
-  PendingAllReduce& operator=(PendingAllReduce&&) = delete;
+  ~PendingExchange();
+  PendingExchange(PendingExchange&&) = default;
+  PendingExchange& operator=(PendingExchange&&) = delete;
 
   // Returns when every gradient holds its average; on a device, when the current stream waits for
   // that. Throws the first error.
@@ -36,24 +36,24 @@ class PendingAllReduce {
   std::vector<FuturePtr> futures_;  // by bucket; then of the thread that handed them over, if any
 };
 
-class AllReducer {
+class Exchanger {
  public:
-  struct Bucket {
+  struct HandedBucket {
     std::vector<uint32_t> parameters;
     at::Tensor gradient;  // as for BucketEngine::run()
   };
 
-  explicit AllReducer(std::shared_ptr<BucketEngine> engine);
+  explicit Exchanger(std::shared_ptr<BucketEngine> engine);
   // Buckets of earlier calls are still averaged.
-  ~AllReducer();
-  AllReducer(const AllReducer&) = delete;
-  AllReducer& operator=(const AllReducer&) = delete;
+  ~Exchanger();
+  Exchanger(const Exchanger&) = delete;
+  Exchanger& operator=(const Exchanger&) = delete;
 
   // Averages the buckets in place over all ranks, in their order, which is that of all ranks; in a
   // reduce-scatter what this rank owns of them. From one thread at a time, without the GIL.
   // `in_background`: run() of the engine encodes and waits for chunks in flight, on a slow network
   // nearly until the end; a thread of this object does that. Else throws what run() throws.
-  PendingAllReduce start(std::vector<Bucket> buckets, bool in_background);
+  PendingExchange start(std::vector<HandedBucket> buckets, bool in_background);
 
  private:
   const std::shared_ptr<BucketEngine> engine_;
