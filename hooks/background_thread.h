@@ -2,7 +2,9 @@
 // keeps a list of all such threads that have not ended, so that it can ask them to stop at exit.
 #pragma once
 
+#include <atomic>
 #include <chrono>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -11,6 +13,10 @@
 #include "threads.h"
 
 namespace gradferry {
+
+// Set when gradferry is shut down at exit. After that no thread may take the GIL, and what our
+// threads still hold is not freed.
+inline std::atomic<bool> process_is_ending{false};
 
 class BackgroundThread {
  public:
@@ -36,6 +42,27 @@ class BackgroundThread {
   std::mutex mutex_;
   Signal changed_;
   bool ended_ = false;
+};
+
+// A thread that runs jobs in order. It ends when it was asked to stop and no job is left. It may
+// outlive the object that added jobs, because a job may wait for a peer that never answers.
+class Worker {
+ public:
+  // Throws as BackgroundThread::start().
+  static std::shared_ptr<Worker> start(const char* name, BackgroundThread::Role role);
+
+  // Returns false, and drops the job, when the thread was asked to stop. Jobs must not throw.
+  bool add(std::function<void()> job);
+  // Asks the thread to stop; it runs `last` after all jobs.
+  void stop(std::function<void()> last);
+
+ private:
+  void work();
+
+  std::mutex mutex_;
+  Signal changed_;
+  std::deque<std::function<void()>> jobs_;
+  bool stop_ = false;
 };
 
 }  // namespace gradferry

@@ -19,8 +19,8 @@
 //              the error if one of them is one
 //
 // Without momentum m is 0 and alpha 1. Otherwise the residual carries the momentum besides the
-// compression error, and the bucket receives the momentum; for m see momentum.h. Steps for whose
-// codec a tile has no residual leave those lines out. The cases:
+// compression error, and the bucket receives the momentum; for m see momentum_behind(). Steps for
+// whose codec a tile has no residual leave those lines out. The cases:
 //
 //   flat            all ranks are peers: as above
 //   two levels      local scatter, before: send every sibling the gradients of its rail as they
@@ -43,20 +43,24 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <map>
+#include <mutex>
+#include <optional>
+#include <utility>
 #include <vector>
 
-#include "engine_life.h"
 #include "engine_options.h"
 #include "events.h"
 #include "gradferry/error.h"
 #include "parameter_hashes.h"
 #include "protocol/layout.h"
+#include "protocol/messages.h"
 #include "protocol/plan.h"
-#include "step_counter.h"
-#include "used_parameters.h"
+#include "protocol/workspace.h"
+#include "threads.h"
 
 namespace gradferry {
 
@@ -78,6 +82,93 @@ struct SavedResiduals {
 struct EngineState {
   uint64_t steps;  // finished
   SavedResiduals residuals;
+};
+
+// Finds the step of a bucket. DDP's bucket index and is_last are unreliable, so a step begins when
+// a bucket has a parameter that was already seen in the current step, or after end().
+class StepCounter {
+ public:
+  explicit StepCounter(size_t num_parameters) : seen_(num_parameters, false) {}
+
+  // Counts a bucket that goes to the engine. Returns whether it is the first such one of its step.
+  bool add(const std::vector<uint32_t>& parameters) {
+    pass(parameters);
+    current_.push_back(parameters);
+    return current_.size() == 1;
+  }
+  // Counts a bucket that passes through.
+  void pass(const std::vector<uint32_t>& parameters) {
+    const bool begins = std::any_of(parameters.begin(), parameters.end(),
+                                    [&](uint32_t index) { return seen_[index]; });
+    if (begins) {
+      restart(step_ + 1);
+      finished_ = std::exchange(current_, {});
+    }
+    for (const uint32_t index : parameters) seen_[index] = true;
+  }
+
+  // The current step, if it has begun, gets no more buckets, although some parameters had none.
+  void end() {
+    if (num_seen() != 0) std::fill(seen_.begin(), seen_.end(), true);
+  }
+
+  uint64_t step() const { return step_; }
+  // A step counts from its first bucket, also if that passes through.
+  uint64_t finished_steps() const { return step_ + (num_seen() == 0 ? 0 : 1); }
+  size_t num_parameters() const { return seen_.size(); }
+  size_t num_seen() const {
+    return static_cast<size_t>(std::count(seen_.begin(), seen_.end(), true));
+  }
+  // Parameters by bucket, of the last finished step.
+  const std::vector<std::vector<uint32_t>>& finished() const { return finished_; }
+
+  // The next bucket begins `step`.
+  void resume(uint64_t step) {
+    restart(step);
+    current_.clear();
+  }
+
+ private:
+  void restart(uint64_t step) {
+    step_ = step;
+    std::fill(seen_.begin(), seen_.end(), false);
+  }
+
+  uint64_t step_ = 0;
+  std::vector<bool> seen_;  // by parameter
+  std::vector<std::vector<uint32_t>> current_;
+  std::vector<std::vector<uint32_t>> finished_;
+};
+
+// Counters since attach. BucketEngine::stats() alone fills in `steps`, `wire_bytes` and
+// `local_bytes` (what this rank sent to other nodes and within its own, counted where it is posted;
+// in the flat exchange every rank is a node), `step_buckets` and `times`.
+struct EngineStats {
+  uint64_t steps = 0;  // with the current one
+  uint64_t buckets = 0;
+  uint64_t chunks = 0;
+  uint64_t gradient_bytes = 0;
+  uint64_t wire_bytes = 0;
+  uint64_t local_bytes = 0;
+  uint64_t residual_bytes = 0;
+  uint64_t workspace_bytes = 0;
+  Workspace workspace;  // the part of it that chunks use
+  uint64_t workspace_allocations = 0;
+  uint64_t in_flight = 0;   // buckets whose Future is not complete, or whose commits have not come
+  uint64_t host_waits = 0;  // waits for a device that was a step behind
+  std::vector<std::vector<uint32_t>> step_buckets;  // parameters by bucket, last finished step
+  StepTimes times;
+};
+
+// What the threads of an engine share. Everything is guarded by `mutex`, and so are queues of an
+// engine. `changed` is notified of every change that a thread may wait for.
+struct EngineLife {
+  mutable std::mutex mutex;
+  Signal changed;
+  std::optional<Error> death;  // the error that every call throws; once set it never changes
+  bool running = false;        // run() is active
+  bool stop = false;           // of a host's engine: its last handle is gone, or the process ends
+  EngineStats stats;
 };
 
 class BucketEngine {

@@ -2,13 +2,30 @@
 
 #include <ATen/ops/view_as_real.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <new>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <utility>
 
-#include "bucket_order.h"
-
 namespace gradferry {
+
+FuturePtr NativeHook::runHook(c10d::GradBucket& bucket) {
+  try {
+    if (!hook_->admit(bucket)) return hook_->pass_through(bucket);
+    auto future = make_future(c10::TensorType::get(), bucket.getBuffer());
+    hook_->run(bucket, future, bucket.getBuffer());
+    return future;
+  } catch (const std::bad_alloc&) {
+    hook_->fail_without_memory();
+  }
+}
+
+at::Tensor NativeHook::parseHookResult(const c10::IValue& result) {
+  return c10d::detail::parseCppCommHookResult(result);
+}
 
 BucketHook::BucketHook(std::shared_ptr<BucketEngine> engine,
                        const std::vector<at::Tensor>& parameters, std::string group_name,
@@ -142,19 +159,129 @@ void BucketHook::run(const c10d::GradBucket& bucket, const FuturePtr& future,
   }
 }
 
-FuturePtr NativeHook::runHook(c10d::GradBucket& bucket) {
-  try {
-    if (!hook_->admit(bucket)) return hook_->pass_through(bucket);
-    auto future = make_future(c10::TensorType::get(), bucket.getBuffer());
-    hook_->run(bucket, future, bucket.getBuffer());
-    return future;
-  } catch (const std::bad_alloc&) {
-    hook_->fail_without_memory();
+// --- what DDP knows ---
+
+namespace {
+
+// Never instantiated: deriving from Reducer gives access to its protected members.
+class OpenReducer : public c10d::Reducer {
+ public:
+  static const auto& parameters(const c10d::Reducer& reducer) {
+    return reducer.*(&OpenReducer::params_);
+  }
+  static const auto& used(const c10d::Reducer& reducer) {
+    return reducer.*(&OpenReducer::local_used_map_);
+  }
+  static const auto& buckets(const c10d::Reducer& reducer) {
+    return reducer.*(&OpenReducer::buckets_);
+  }
+};
+
+// The parameters for which differs(parameter, its view of a bucket).
+template <typename Differs>
+std::vector<at::Tensor> changed_since_buckets_were_made(const c10d::Reducer& reducer,
+                                                        Differs differs) {
+  std::vector<at::Tensor> changed;
+  for (const auto& bucket : OpenReducer::buckets(reducer)) {
+    // Sparse buckets have no views, nor have buckets without memory yet.
+    for (size_t i = 0; i < bucket.bucket_views_in.size(); ++i) {
+      const at::Tensor& parameter = bucket.variables[i];
+      if (differs(parameter, bucket.bucket_views_in[i])) changed.push_back(parameter);
+    }
+  }
+  return changed;
+}
+
+// Holds a strong reference to its parameter, like the graph node that owns this hook.
+class MarkUsed final : public torch::autograd::FunctionPreHook {
+ public:
+  MarkUsed(std::shared_ptr<std::vector<std::atomic<bool>>> flags, size_t index,
+           at::Tensor parameter)
+      : flags_(std::move(flags)), index_(index), parameter_(std::move(parameter)) {}
+
+  // Like DDP: used if .grad will be defined, by this gradient or an older one.
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
+    if (grads[0].defined() || parameter_.grad().defined()) {
+      (*flags_)[index_].store(true, std::memory_order_relaxed);
+    }
+    return grads;
+  }
+
+ private:
+  std::shared_ptr<std::vector<std::atomic<bool>>> flags_;
+  size_t index_;
+  at::Tensor parameter_;
+};
+
+}  // namespace
+
+std::vector<int64_t> bucket_strides(const at::Tensor& parameter) {
+  const auto sizes = parameter.sizes();
+  std::vector<int64_t> strides = parameter.strides().vec();
+  if (!parameter.is_non_overlapping_and_dense()) {
+    int64_t stride = 1;
+    for (size_t i = sizes.size(); i-- > 0;) {
+      strides[i] = stride;
+      stride *= sizes[i];
+    }
+  }
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 1) strides[i] = 1;
+  }
+  return strides;
+}
+
+std::vector<at::Tensor> reducer_parameters(const c10d::Reducer& reducer) {
+  return OpenReducer::parameters(reducer);
+}
+
+UsedMap used_since_last_sync(const c10d::Reducer& reducer,
+                             const std::vector<at::Tensor>& parameters) {
+  const auto& reduced = OpenReducer::parameters(reducer);
+  const at::Tensor map = OpenReducer::used(reducer).contiguous();
+  std::unordered_map<const c10::TensorImpl*, bool> by_parameter;
+  for (size_t i = 0; i < reduced.size(); ++i) {
+    by_parameter[reduced[i].unsafeGetTensorImpl()] = map.const_data_ptr<int32_t>()[i] != 0;
+  }
+  UsedMap used;
+  for (const at::Tensor& parameter : parameters) {
+    used.push_back(by_parameter.at(parameter.unsafeGetTensorImpl()) ? 1 : 0);
+  }
+  return used;
+}
+
+std::vector<at::Tensor> reordered_since_buckets_were_made(const c10d::Reducer& reducer) {
+  return changed_since_buckets_were_made(reducer, [](const auto& parameter, const auto& view) {
+    return bucket_strides(view) != bucket_strides(parameter);
+  });
+}
+
+std::vector<at::Tensor> moved_since_buckets_were_made(const c10d::Reducer& reducer) {
+  return changed_since_buckets_were_made(reducer, [](const auto& parameter, const auto& view) {
+    return view.device() != parameter.device();
+  });
+}
+
+UsedParameters::UsedParameters(const std::vector<at::Tensor>& parameters, const UsedMap& used)
+    : flags_(std::make_shared<Flags>(parameters.size())) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    (*flags_)[i].store(used[i] != 0, std::memory_order_relaxed);
+    // DDP keeps the node, even of a parameter that is frozen now and may be unfrozen later.
+    const auto node = torch::autograd::impl::try_get_grad_accumulator(parameters[i]);
+    GRADFERRY_EXPECTS(node != nullptr, kState,
+                      "DDP does not accumulate the gradient of parameter " + std::to_string(i) +
+                          "; build a new DistributedDataParallel and attach again");
+    node->add_pre_hook(std::make_unique<MarkUsed>(flags_, i, parameters[i]));
   }
 }
 
-at::Tensor NativeHook::parseHookResult(const c10::IValue& result) {
-  return c10d::detail::parseCppCommHookResult(result);
+UsedMap UsedParameters::take(const std::vector<uint32_t>& parameters) const {
+  UsedMap used;
+  used.reserve(parameters.size());
+  for (const uint32_t index : parameters) {
+    used.push_back((*flags_)[index].exchange(false, std::memory_order_relaxed) ? 1 : 0);
+  }
+  return used;
 }
 
 }  // namespace gradferry

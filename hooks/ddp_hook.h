@@ -12,11 +12,52 @@
 #include <vector>
 
 #include "bucket_engine.h"
-#include "step_counter.h"
 #include "torch_compat.h"
-#include "used_parameters.h"
+
+namespace c10d {
+class Reducer;
+}
 
 namespace gradferry {
+
+// Strides, in elements, that the gradient of `parameter` would have in a bucket of DDP made now: in
+// the memory order of the parameter if that is dense and non-overlapping, else row-major.
+// Dimensions of size 1 have stride 1, so that equal orders have equal strides.
+std::vector<int64_t> bucket_strides(const at::Tensor& parameter);
+
+// What DDP's Reducer knows, in protected members. Their names and types are the same in every
+// supported version of torch; a change of their type is a compile error.
+
+// The parameters that DDP reduces, fixed when it was built. Its public functions give only those of
+// buckets that have memory.
+std::vector<at::Tensor> reducer_parameters(const c10d::Reducer& reducer);
+
+// For each of `parameters`, which must be the reducer's, whether it was used since the last synced
+// pass, for example under no_sync().
+UsedMap used_since_last_sync(const c10d::Reducer& reducer,
+                             const std::vector<at::Tensor>& parameters);
+
+// Parameters whose memory format has changed since the present buckets were made. DDP writes their
+// gradients to a bucket in the old element order and reads them in the new one.
+std::vector<at::Tensor> reordered_since_buckets_were_made(const c10d::Reducer& reducer);
+// Parameters that have since moved to another device than their bucket's.
+std::vector<at::Tensor> moved_since_buckets_were_made(const c10d::Reducer& reducer);
+
+// Finds the parameters whose gradients were accumulated, as DDP itself does: by a hook on the
+// accumulation, which runs before DDP calls the hook for the bucket. Passes under no_sync() count.
+class UsedParameters {
+ public:
+  // Watches from now on, for as long as DDP keeps the nodes that accumulate gradients. `used`: for
+  // each parameter, whether it was already used since the last synced pass.
+  UsedParameters(const std::vector<at::Tensor>& parameters, const UsedMap& used);
+
+  // Whether each parameter was used since the last call for it.
+  UsedMap take(const std::vector<uint32_t>& parameters) const;
+
+ private:
+  using Flags = std::vector<std::atomic<bool>>;  // by parameter
+  std::shared_ptr<Flags> flags_;
+};
 
 class BucketHook : public std::enable_shared_from_this<BucketHook> {
  public:

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "gradferry/error.h"
-#include "momentum.h"
 #include "peers.h"
 #include "protocol/defaults.h"
 #include "protocol/layout.h"
@@ -20,6 +19,24 @@
 #include "protocol/workspace.h"
 
 namespace gradferry {
+
+// Momentum mode with codecs that send only a share of the elements.
+//
+// A step delivers the share 1 - m of a gradient and keeps m for later steps, which delays it by
+// m / (1 - m) steps on average. Elements that are not sent wait as well, longer when the share is
+// smaller. Both delays together slowed trainings down, so m is smaller for codecs that send fewer
+// elements. Every gradient is delivered completely in the end, whatever m is, so learning rates
+// need no change. docs/design/decisions.md has the measurements behind the 1/4.
+//
+// The m of a codec in a training with `momentum` (0: none), in double precision:
+// m / (1 - m) = momentum / (1 - momentum) / (1 + (1 / share - 1) / 4) for the codec's sent_share,
+// so m = momentum where every element is sent.
+inline double momentum_behind(const ResolvedCodec& codec, double momentum) {
+  if (codec.codec->sent_share == nullptr) return momentum;
+  const double unsent = 1.0 / codec.codec->sent_share(codec.options) - 1.0;
+  const double delay = momentum / (1.0 - momentum) / (1.0 + unsent / 4.0);
+  return delay / (1.0 + delay);
+}
 
 // Turns an Error into an exception that torch's autograd can pass on to Python.
 using ExceptionFactory = std::exception_ptr (*)(const Error&);

@@ -1,4 +1,4 @@
-// Calls of an engine without DDP: a caller hands over the buckets of a step and waits for them.
+// Calls of an engine without DDP's hook: a caller hands over buckets and waits for them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,23 +8,23 @@
 #include <utility>
 #include <vector>
 
+#include "background_thread.h"
 #include "bucket_engine.h"
-#include "worker.h"
 
 namespace gradferry {
 
 // The buckets of one call, on their way.
 class PendingExchange {
  public:
-  // `engine`: which uses the gradients until the Futures are waited for.
-  PendingExchange(std::shared_ptr<BucketEngine> engine, std::vector<at::Tensor> gradients,
+  // `engine`: which uses `on_device` until the Futures are waited for.
+  PendingExchange(std::shared_ptr<BucketEngine> engine, std::vector<at::Tensor> on_device,
                   std::vector<FuturePtr> futures);
-  // Without wait() the gradients can be freed too early.
+  // Without wait() the buckets can be freed too early.
   ~PendingExchange();
   PendingExchange(PendingExchange&&) = default;
   PendingExchange& operator=(PendingExchange&&) = delete;
 
-  // Returns when every gradient holds its average; on a device, when the current stream waits for
+  // Returns when every bucket holds its result; on a device, when the current stream waits for
   // that. Throws the first error.
   void wait();
   // Whether wait() would return or throw at once. On a device: whether all was enqueued.
@@ -32,7 +32,7 @@ class PendingExchange {
 
  private:
   std::shared_ptr<BucketEngine> engine_;
-  std::vector<at::Tensor> gradients_;  // on a device, until they are waited for
+  std::vector<at::Tensor> on_device_;  // buckets there, until they are waited for
   std::vector<FuturePtr> futures_;  // by bucket; then of the thread that handed them over, if any
 };
 
@@ -40,19 +40,19 @@ class Exchanger {
  public:
   struct HandedBucket {
     std::vector<uint32_t> parameters;
-    at::Tensor gradient;  // as for BucketEngine::run()
+    at::Tensor values;  // gradients, or parameters to gather: as for BucketEngine::run()
   };
 
   explicit Exchanger(std::shared_ptr<BucketEngine> engine);
-  // Buckets of earlier calls are still averaged.
+  // Buckets of earlier calls are still exchanged.
   ~Exchanger();
   Exchanger(const Exchanger&) = delete;
   Exchanger& operator=(const Exchanger&) = delete;
 
-  // Averages the buckets in place over all ranks, in their order, which is that of all ranks; in a
-  // reduce-scatter what this rank owns of them. From one thread at a time, without the GIL.
-  // `in_background`: run() of the engine encodes and waits for chunks in flight, on a slow network
-  // nearly until the end; a thread of this object does that. Else throws what run() throws.
+  // Exchanges the buckets in place, in their order, which is that of all ranks. From one thread at
+  // a time, without the GIL. `in_background`: run() of the engine encodes and waits for chunks in
+  // flight, on a slow network nearly until the end; a thread of this object does that. Else throws
+  // what run() throws.
   PendingExchange start(std::vector<HandedBucket> buckets, bool in_background);
 
  private:

@@ -8,7 +8,7 @@
 #include <thread>
 #include <utility>
 
-#include "process_end.h"
+#include "background_thread.h"
 #include "threads.h"
 
 namespace gradferry {

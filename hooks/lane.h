@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <variant>
@@ -16,6 +17,11 @@
 #include "torch_compat.h"
 
 namespace gradferry {
+
+// A tensor's memory as bytes, wherever it lies.
+inline std::byte* bytes(const at::Tensor& tensor) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr());
+}
 
 // A collective in flight. Holds its tensors until a thread waits for it.
 using Pending = c10::intrusive_ptr<c10d::Work>;

@@ -22,10 +22,10 @@
 #include <string>
 #include <vector>
 
+#include "background_thread.h"
 #include "gradferry/error.h"
 #include "protocol/faults.h"
 #include "torch_compat.h"
-#include "worker.h"
 
 namespace gradferry {
 

@@ -13,26 +13,12 @@ at::Tensor zeros(uint64_t num_elements, c10::Device device) {
                    at::TensorOptions().dtype(at::kFloat).device(device));
 }
 
-}  // namespace
-
+// residual = updated, except where `updated` is not finite.
 void set_where_finite(const at::Tensor& residual, const at::Tensor& updated) {
   residual.copy_(at::where(at::isfinite(updated), updated, residual));
 }
 
-void scale_by_parameter(const Layout& layout, const std::vector<float>& factors,
-                        const at::Tensor& worker, const at::Tensor& owner) {
-  const auto scale = [](const at::Tensor& residual, ResidualRange range, float factor) {
-    if (range.begin == range.end || factor == 1.0F) return;
-    residual
-        .narrow(0, static_cast<int64_t>(range.begin), static_cast<int64_t>(range.end - range.begin))
-        .mul_(factor);
-  };
-  for (size_t i = 0; i < factors.size(); ++i) {
-    const Parameter& parameter = layout.parameters()[i];
-    scale(worker, layout.worker_residual_range(parameter), factors[i]);
-    scale(owner, layout.owner_residual_range(parameter), factors[i]);
-  }
-}
+}  // namespace
 
 const Parameter& parameter_to_change(const Layout& layout, uint32_t index, const at::Tensor& values,
                                      c10::Device device) {
@@ -88,7 +74,7 @@ Residuals::Residuals(const Layout& layout, c10::Device device)
     : worker_(zeros(layout.worker_residual_elements(), device)),
       owner_(zeros(layout.owner_residual_elements(), device)) {}
 
-void Residuals::load(const at::Tensor& worker, const at::Tensor& owner) {
+void Residuals::load(const at::Tensor& worker, const at::Tensor& owner) const {
   const auto load = [](const at::Tensor& here, const at::Tensor& saved) {
     saved.numel() == 0 ? here.zero_() : here.copy_(saved);
   };
@@ -96,13 +82,30 @@ void Residuals::load(const at::Tensor& worker, const at::Tensor& owner) {
   load(owner_, owner);
 }
 
-void scale_where_finite(const at::Tensor& residual, float factor) {
+void Residuals::scale(float factor) const {
   constexpr int64_t kAtOnce = int64_t{1} << 20;  // elements, for a few bytes each beside them
-  for (const at::Tensor& part : residual.split(kAtOnce)) set_where_finite(part, part * factor);
+  for (const at::Tensor& residual : {worker_, owner_}) {
+    for (const at::Tensor& part : residual.split(kAtOnce)) set_where_finite(part, part * factor);
+  }
 }
 
-void Residuals::scale(float factor) {
-  for (const at::Tensor& residual : {worker_, owner_}) scale_where_finite(residual, factor);
+void Residuals::scale_by_parameter(const Layout& layout, const std::vector<float>& factors) const {
+  const auto multiply = [](const at::Tensor& residual, ResidualRange range, float factor) {
+    if (range.begin == range.end || factor == 1.0F) return;
+    residual
+        .narrow(0, static_cast<int64_t>(range.begin), static_cast<int64_t>(range.end - range.begin))
+        .mul_(factor);
+  };
+  for (size_t i = 0; i < factors.size(); ++i) {
+    const Parameter& parameter = layout.parameters()[i];
+    multiply(worker_, layout.worker_residual_range(parameter), factors[i]);
+    multiply(owner_, layout.owner_residual_range(parameter), factors[i]);
+  }
+}
+
+void Residuals::add_to_worker(uint64_t offset, const at::Tensor& change) const {
+  const at::Tensor part = worker_.narrow(0, static_cast<int64_t>(offset), change.numel());
+  set_where_finite(part, part + change);
 }
 
 }  // namespace gradferry

@@ -3,7 +3,7 @@
 // Layout gives its tiles. Residuals are always finite.
 //
 // Residuals are in units of the gradients they come from, that is, of a loss multiplied by a
-// GradScaler's scale. The engines keep that scale beside them (HostResiduals, DeviceResiduals).
+// GradScaler's scale. The engines keep that scale beside them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,17 +22,6 @@ const Parameter& parameter_to_change(const Layout& layout, uint32_t index, const
 
 // The part of a parameter's `values` for whose elements this rank has a worker residual.
 at::Tensor leaders_part(const Layout& layout, const Parameter& parameter, const at::Tensor& values);
-
-// residual = updated, except where `updated` is not finite.
-void set_where_finite(const at::Tensor& residual, const at::Tensor& updated);
-
-// residual *= factor, except where that is not finite.
-void scale_where_finite(const at::Tensor& residual, float factor);
-
-// Multiplies the residuals of every parameter by its factor, from 0 to 1; `worker` and `owner` are
-// this rank's, or copies of them. Work of the current stream.
-void scale_by_parameter(const Layout& layout, const std::vector<float>& factors,
-                        const at::Tensor& worker, const at::Tensor& owner);
 
 // A copy of `residual` on the CPU: in `kept`, an earlier result that may be undefined, if that has
 // as many elements, else in new memory, whose pages take longer than the copy.
@@ -54,9 +43,16 @@ class Residuals {
   const at::Tensor& owner_tensor() const { return owner_; }
   uint64_t num_bytes() const { return worker_.nbytes() + owner_.nbytes(); }
 
+  // These are work of the current stream.
+
   // Copies from tensors on the CPU of the same sizes; zeros where those have no elements.
-  void load(const at::Tensor& worker, const at::Tensor& owner);
-  void scale(float factor);
+  void load(const at::Tensor& worker, const at::Tensor& owner) const;
+  // Multiplies residuals by the factor, except where that is not finite.
+  void scale(float factor) const;
+  // Multiplies the residuals of every parameter by its factor, from 0 to 1.
+  void scale_by_parameter(const Layout& layout, const std::vector<float>& factors) const;
+  // worker[offset ..] += change, except where that is not finite.
+  void add_to_worker(uint64_t offset, const at::Tensor& change) const;
 
  private:
   at::Tensor worker_;

@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "device/device_bytes.h"
 #include "engine_errors.h"
 #include "protocol/messages.h"
 

@@ -11,10 +11,10 @@
 #include <memory>
 #include <optional>
 
+#include "bucket_engine.h"
 #include "device/device_plan.h"
 #include "device/device_residuals.h"
 #include "device/device_transport.h"
-#include "engine_life.h"
 #include "engine_options.h"
 #include "events.h"
 #include "gradferry/device_library.h"
@@ -75,5 +75,9 @@ struct DeviceContext {
   std::optional<DeviceResiduals> residuals;
   at::Tensor findings;
 };
+
+// Runs each kernel once, on one element, on F, and waits. The first launch of a kernel may load it,
+// and loading may wait for the device, which must not happen in a backward pass.
+void load_kernels(const DeviceContext& context);
 
 }  // namespace gradferry

@@ -7,7 +7,7 @@
 
 #include <utility>
 
-#include "device/load_kernels.h"
+#include "device/device_context.h"
 #include "engine_errors.h"
 
 namespace gradferry {

@@ -25,11 +25,11 @@
 #include <optional>
 #include <vector>
 
+#include "background_thread.h"
 #include "bucket_engine.h"
 #include "device/device_commits.h"
 #include "device/device_context.h"
 #include "device/device_exchange.h"
-#include "worker.h"
 
 namespace gradferry {
 

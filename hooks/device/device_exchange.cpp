@@ -7,10 +7,16 @@
 #include <array>
 #include <utility>
 
-#include "device/device_bytes.h"
 #include "protocol/messages.h"
 
 namespace gradferry {
+namespace {
+
+uint32_t* words(const at::Tensor& tensor) {
+  return static_cast<uint32_t*>(tensor.mutable_data_ptr());
+}
+
+}  // namespace
 
 DeviceExchange::DeviceExchange(DeviceContext& context, uint64_t other_bytes)
     : context_(context),

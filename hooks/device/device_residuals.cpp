@@ -8,7 +8,7 @@
 namespace gradferry {
 
 DeviceResiduals::DeviceResiduals(const Layout& layout, c10::Device device)
-    : residuals_(layout, device) {
+    : Residuals(layout, device) {
   const auto single = at::TensorOptions().dtype(at::kFloat).device(device);
   scale_ = at::zeros({1}, single);
   gain_ = at::zeros({1}, single);
@@ -31,7 +31,7 @@ void DeviceResiduals::begin_pass(const at::Tensor& loss_scale, const c10::Stream
 }
 
 void DeviceResiduals::load(const at::Tensor& worker, const at::Tensor& owner, float loss_scale) {
-  residuals_.load(worker, owner);
+  Residuals::load(worker, owner);
   scale_.fill_(loss_scale);
 }
 
@@ -39,8 +39,7 @@ void DeviceResiduals::add_to_worker(uint64_t offset, const at::Tensor& values, f
                                     const at::Tensor& loss_scale) {
   const at::Tensor next = loss_scale.defined() ? loss_scale.reshape({1}) : at::ones_like(scale_);
   scale_.copy_(at::where(scale_ == 0, next, scale_));
-  const at::Tensor part = worker_tensor().narrow(0, static_cast<int64_t>(offset), values.numel());
-  set_where_finite(part, part + values.to(at::kFloat) * (scale_ * factor));
+  Residuals::add_to_worker(offset, values.to(at::kFloat) * (scale_ * factor));
 }
 
 float DeviceResiduals::loss_scale() const { return scale_.cpu().item<float>(); }

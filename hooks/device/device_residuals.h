@@ -11,14 +11,11 @@
 
 namespace gradferry {
 
-class DeviceResiduals {
+class DeviceResiduals : public Residuals {
  public:
   // Allocates and zeroes on the current stream.
   DeviceResiduals(const Layout& layout, c10::Device device);
 
-  float* worker() const { return residuals_.worker(); }
-  float* owner() const { return residuals_.owner(); }
-  uint64_t num_bytes() const { return residuals_.num_bytes(); }
   // All tensors that streams other than the current one will use.
   std::vector<at::Tensor> tensors() const {
     return {worker_tensor(), owner_tensor(), scale_, gain_};
@@ -28,27 +25,17 @@ class DeviceResiduals {
   // the device; undefined: 1), those of buckets that will not come, too.
   void begin_pass(const at::Tensor& loss_scale, const c10::Stream& stream);
 
-  // Does what gradferry::scale_by_parameter() does. On the current stream, before begin_pass() or
-  // between steps.
-  void scale_by_parameter(const Layout& layout, const std::vector<float>& factors) const {
-    gradferry::scale_by_parameter(layout, factors, worker_tensor(), owner_tensor());
-  }
-
   // Call the rest between steps, when the work of all other streams is done. It may wait for the
   // device.
 
   void load(const at::Tensor& worker, const at::Tensor& owner, float loss_scale);
-  // Does what HostResiduals::add_to_worker() does; `values` and `loss_scale` are on the device.
+  // worker[offset ..] += factor * values, where that is finite. `values` is not multiplied by a
+  // loss scale. `loss_scale` is that of the next step; it sets the units if there were none.
   void add_to_worker(uint64_t offset, const at::Tensor& values, float factor,
                      const at::Tensor& loss_scale);
-  void scale(float factor) { residuals_.scale(factor); }
-  // On the device.
-  const at::Tensor& worker_tensor() const { return residuals_.worker_tensor(); }
-  const at::Tensor& owner_tensor() const { return residuals_.owner_tensor(); }
   float loss_scale() const;
 
  private:
-  Residuals residuals_;
   at::Tensor scale_, gain_;  // one fp32 each
 };
 

@@ -30,6 +30,9 @@ struct DeviceBuffer {
   DeviceBuffer part(uint64_t begin, uint64_t num_bytes) const;
 };
 
+// In device memory, for kernels; the host must not dereference it.
+inline std::byte* bytes(const DeviceBuffer& buffer) { return bytes(buffer.device); }
+
 // Which ranks take part in a collective.
 enum class Among : uint8_t { kAll, kPeers, kSiblings };
 

@@ -1,5 +1,3 @@
-#include "device/load_kernels.h"
-
 #include <ATen/Functions.h>
 #include <c10/core/StreamGuard.h>
 
@@ -9,7 +7,7 @@
 #include <set>
 #include <utility>
 
-#include "device/device_bytes.h"
+#include "device/device_context.h"
 
 namespace gradferry {
 namespace {

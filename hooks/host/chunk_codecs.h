@@ -1,6 +1,4 @@
-// Runs the codecs on one chunk in host memory: encodes payloads to send, reduces received payloads,
-// decodes the mean; in a reduce-scatter, makes the mean of received payloads. Does not know message
-// headers, and waits for nothing. Not thread-safe: each thread has its own.
+// The arithmetic on one chunk in host memory. Knows no message headers, and waits for nothing.
 #pragma once
 
 #include <cstddef>
@@ -9,16 +7,27 @@
 #include <vector>
 
 #include "engine_options.h"
-#include "host/host_residuals.h"
+#include "events.h"
 #include "protocol/layout.h"
 #include "protocol/plan.h"
+#include "residuals.h"
 
 namespace gradferry {
 
+// With several ranks per node. Copies the tiles of a rail from the bucket to a message.
+void pack_rail(const ChunkPlan& plan, uint32_t rail, const void* gradient, std::byte* message);
+
+// sum = scale * (the gradients of all siblings, added in rank order), of this rank's `rail`.
+// Computed in fp32 (fp64 for fp64) and rounded once, to the bucket's dtype, as the mean is.
+// `gradients`: messages of siblings; null: this rank's own are taken from the bucket.
+void sum_rail(const ChunkPlan& plan, uint32_t rail, const std::vector<const std::byte*>& gradients,
+              const void* own, double scale, void* sum);
+
+// Runs the codecs: encodes payloads to send, reduces received payloads, decodes the mean; in a
+// reduce-scatter, makes the mean of received payloads. Not thread-safe: each thread has its own.
 class ChunkCodecs {
  public:
-  ChunkCodecs(const EngineOptions& options, const Layout& layout, const HostResiduals& residuals)
-      : options_(options), layout_(layout), residuals_(residuals) {}
+  ChunkCodecs(const EngineOptions& options, const Layout& layout, const Residuals& residuals);
 
   // A chunk and its bucket.
   struct Work {
@@ -54,7 +63,14 @@ class ChunkCodecs {
   // the residual of a larger world is added.
   void deliver_alone(const Work& work);
 
+  // The squares of residuals and gradients on a sample of tiles; to read all of them would cost as
+  // much as encoding. After encode(): of worker residuals and of what was encoded.
+  ResidualSquares sample_worker(const Work& work) const;
+  // After decode(): of this owner's residuals, and of the mean.
+  ResidualSquares sample_owner(const Work& work) const;
+
  private:
+  bool is_sampled(const Tile& tile) const { return tile.id % sample_stride_ == 0; }
   TileBatch make_batch(const Work& work, const PlannedBatch& planned, Stage stage);
   void decode_batch(const Work& work, size_t index, const std::byte* messages,
                     const std::byte* sent);
@@ -64,7 +80,8 @@ class ChunkCodecs {
 
   const EngineOptions& options_;
   const Layout& layout_;
-  const HostResiduals& residuals_;
+  const Residuals& residuals_;
+  const uint64_t sample_stride_;
   std::vector<TileStatus> status_;  // of the last call of a codec
 };
 

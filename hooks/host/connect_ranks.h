@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "host/socket_lane.h"
+#include "host/sockets.h"
 #include "protocol/faults.h"
 #include "threads.h"
 

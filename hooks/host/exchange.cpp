@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-#include "tensor_bytes.h"
+#include "lane.h"
 
 namespace gradferry {
 namespace {

@@ -24,7 +24,6 @@
 #include "protocol/nodes.h"
 #include "protocol/plan.h"
 #include "protocol/workspace.h"
-#include "used_parameters.h"
 
 namespace gradferry {
 

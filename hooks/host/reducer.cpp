@@ -16,7 +16,6 @@
 #include "exchanger.h"
 #include "host/start_reducer.h"
 #include "host/tensor_memory.h"
-#include "process_end.h"
 
 namespace gradferry {
 namespace {

@@ -18,7 +18,7 @@
 #include "gradferry/wire.h"
 #include "hash64.h"
 #include "host/connect_ranks.h"
-#include "host/socket_lane.h"
+#include "host/sockets.h"
 #include "host/tensor_memory.h"
 #include "protocol/defaults.h"
 #include "protocol/nodes.h"

@@ -5,8 +5,6 @@
 #include <sstream>
 #include <vector>
 
-#include "protocol/reasons.h"
-
 namespace gradferry {
 namespace {
 

@@ -76,4 +76,25 @@ std::optional<Error> other_size(uint32_t rank, Phase phase, uint64_t step, uint6
 Error lost_contact(const Loss& loss, uint32_t rank, Phase phase, uint64_t step, uint64_t number,
                    const std::string& reason);
 
+enum class Reason : uint8_t {
+  kClosed,   // the other end closed the connection, or does not listen
+  kTimeout,  // nothing came in time
+  kOther,
+};
+
+inline Reason reason_of(const std::string& text) {
+  const auto has = [&](const char* words) { return text.find(words) != std::string::npos; };
+  if (has("by peer") || has("roken pipe") || has("efused")) return Reason::kClosed;
+  return has("imed out") || has("imeout") ? Reason::kTimeout : Reason::kOther;
+}
+
+// Without the source locations, addresses and calls that gloo names.
+inline std::string plain_reason(const std::string& text) {
+  switch (reason_of(text)) {
+    case Reason::kClosed: return "its connection was closed";
+    case Reason::kTimeout: return "nothing came within the timeout";
+    default: return text.substr(0, text.find('\n'));
+  }
+}
+
 }  // namespace gradferry

@@ -6,7 +6,7 @@
 
 #include "gradferry/error.h"
 #include "gradferry/wire.h"
-#include "protocol/used_map.h"
+#include "protocol/messages.h"
 
 namespace gradferry {
 namespace {

@@ -1,6 +1,6 @@
 // What ranks of one node do to a chunk before it is encoded: each gives its siblings the gradients
 // of the tiles that they sum, and sums its own. A block per piece, of a tile's elements at most;
-// memory is what limits both. hooks/host/node_sum.cpp is the same on hosts, to the bit.
+// memory is what limits both. hooks/host/chunk_codecs.cpp does the same on hosts, to the bit.
 #include "kernels/cuda/message_headers.h"
 #include "kernels/cuda/quads.h"
 

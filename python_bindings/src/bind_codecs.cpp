@@ -1,9 +1,9 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "engine_options.h"
 #include "gradferry/codec.h"
 #include "gradferry/wire.h"
-#include "momentum.h"
 #include "scalar_type.h"
 
 namespace gradferry {

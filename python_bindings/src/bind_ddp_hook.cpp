@@ -3,12 +3,10 @@
 
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
+#include "background_thread.h"
 #include "bindings.h"
-#include "bucket_order.h"
 #include "ddp_hook.h"
 #include "holders.h"
-#include "process_end.h"
-#include "reducer_view.h"
 
 namespace gradferry {
 namespace {

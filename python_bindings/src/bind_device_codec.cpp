@@ -13,10 +13,10 @@
 
 #include "bindings.h"
 #include "gradferry/device_library.h"
+#include "lane.h"
 #include "protocol/faults.h"
 #include "protocol/messages.h"
 #include "scalar_type.h"
-#include "tensor_bytes.h"
 
 namespace gradferry {
 namespace {

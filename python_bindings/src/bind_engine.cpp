@@ -12,11 +12,9 @@
 #include "exchanger.h"
 #include "gradferry/device_library.h"
 #include "holders.h"
-#include "host/bucket_pipeline.h"
 #include "host/host_engine.h"
 #include "host/shared_memory.h"
-#include "host/socket_lane.h"
-#include "process_end.h"
+#include "host/sockets.h"
 #include "protocol/defaults.h"
 #include "protocol/planned_bytes.h"
 #include "scalar_type.h"
@@ -206,8 +204,8 @@ using BucketPair = std::pair<std::vector<uint32_t>, at::Tensor>;
 PendingExchange start_exchange(Exchanger& exchanger, std::vector<BucketPair> pairs,
                                bool in_background) {
   std::vector<Exchanger::HandedBucket> buckets;
-  for (auto& [parameters, gradient] : pairs) {
-    buckets.push_back({std::move(parameters), std::move(gradient)});
+  for (auto& [parameters, values] : pairs) {
+    buckets.push_back({std::move(parameters), std::move(values)});
   }
   return exchanger.start(std::move(buckets), in_background);
 }

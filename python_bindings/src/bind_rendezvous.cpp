@@ -6,8 +6,8 @@
 #include "bindings.h"
 #include "holders.h"
 #include "host/connect_ranks.h"
-#include "host/socket_lane.h"
-#include "protocol/reasons.h"
+#include "host/sockets.h"
+#include "protocol/faults.h"
 #include "rendezvous.h"
 #include "threads.h"
 

@@ -164,7 +164,7 @@ class Config:
 
         A residual r delivers r / (1 - m) in total, because the share m of everything it delivers
         returns to it. For a codec that sends every element, m is `momentum`. For a codec that sends
-        only some, m is smaller (hooks/momentum.h), so the residual must be larger.
+        only some, m is smaller (hooks/engine_options.h), so the residual must be larger.
 
         Args:
             codec: of the parameter.

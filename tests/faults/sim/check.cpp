@@ -8,7 +8,7 @@
 #include <limits>
 #include <utility>
 
-#include "hooks/momentum.h"
+#include "hooks/engine_options.h"
 
 namespace gradferry::sim {
 namespace {

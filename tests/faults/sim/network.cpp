@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "gradferry/wire.h"
-#include "hooks/tensor_bytes.h"
+#include "hooks/lane.h"
 
 namespace gradferry::sim {
 namespace {

@@ -13,7 +13,6 @@
 #include <tuple>
 #include <utility>
 
-#include "hooks/host/socket_lane.h"
 #include "hooks/host/sockets.h"
 #include "tests/faults/sim/play.h"
 #include "tests/faults/sim/rank.h"
