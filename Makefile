@@ -4,9 +4,8 @@
 #   PYTHON=python3.12  which Python makes that environment (3.10 to 3.13)
 #   JOBS=4             how many compilers or tests run at once
 #
-# Environments are .venv, .venv-torch<version>, .venv-docs and .venv-hosts. In build/, core holds kernels and C++ tests
-# for every torch, torch-<version> hooks and bindings. `make demo` on a fresh clone builds there the package for the CPU
-# alone, and `make setup` what tests need beside it. Stamps remember what is done; long output is in build/*.log.
+# build/core holds kernels and C++ tests for every torch, build/torch-<version> hooks and bindings; `make demo` on a fresh
+# clone builds for the CPU alone, and `make setup` adds the rest. Stamps remember what is done; long output is in build/*.log.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -15,8 +14,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
-# The newest supported torch; Python 3.10 has none after 2.14.
-newest_torch := $(or $(shell $(PYTHON) -c 'import sys; print("2.15.0" if sys.version_info >= (3, 11) else "2.14.1")' 2>/dev/null),2.15.0)
+newest_torch := $(if $(shell $(PYTHON) --version | grep ' 3\.10'),2.14.1,2.15.0)
 TORCH ?= $(newest_torch)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 # Kernels for the GPUs of this machine; where it has none, PTX alone: machine code takes minutes for each kind.
@@ -29,14 +27,11 @@ package_build := build/torch-$(TORCH)
 quiet := tools/quiet.sh
 pip := -m pip install --disable-pip-version-check --progress-bar off
 
-# Folders are listed too, for they change when a file goes away; where tests in Python leave caches, files alone.
+# Folders are listed too, for they change when a file goes away; of tests in Python, which leave caches, none.
 files = $(shell find $(1) $(2) -not -name '*.pyc' -not -name __pycache__)
-tests_of = $(filter-out %.py,$(call files,$(1),-type f))
-kernel_inputs := $(call files,CMakeLists.txt CMakePresets.json cmake include kernels)
-core_inputs := $(kernel_inputs) $(call tests_of,benchmarks/*.* hooks/protocol tests/kernels tests/engine tests/fuzz)
-package_inputs := $(call files,pyproject.toml README.md CMakeLists.txt cmake include hooks python_bindings \
-    benchmarks/gradferry_lab examples/cpp kernels/common) \
-    $(call tests_of,tests/engine tests/faults tests/reducer tests/kernels/host_library.* tests/kernels/numbers.h)
+inputs := $(call files,CMakeLists.txt CMakePresets.json pyproject.toml README.md cmake include kernels hooks \
+    python_bindings benchmarks/*.* benchmarks/gradferry_lab examples/cpp) \
+    $(filter-out %.py,$(call files,tests/engine tests/faults tests/fuzz tests/kernels tests/reducer,-type f))
 
 core_ready := build/core/.installed
 venv_ready := $(venv)/.torch-$(TORCH)
@@ -46,10 +41,10 @@ demo_ready := $(or $(wildcard $(package_ready)),$(venv)/.gradferry-demo)
 # A preset of CMake; what it gives, and how long that usually takes; options of its configuration and of its build.
 cmake = $(quiet) build/$(1).log --title "build/$(1): $(2)" bash -ec 'cmake --preset $(1) $(3); cmake --build --preset $(1) $(4)'
 of_this_python = -DPython_EXECUTABLE=$(abspath $(bin))/python
-test_core = $(quiet) build/ctest.log --show 'launches,|tests passed|Total Test time' ctest --preset core -j $(JOBS)
-# The shell looks for the folder, named after Python and machine: make would look before it is built.
-test_hooks = $(quiet) build/ctest_hooks.log --show 'tests passed|Total Test time' \
-    ctest --test-dir $(package_build)/* --output-on-failure --no-tests=error -j $(JOBS)
+ctest = $(quiet) build/ctest_$(1).log --show 'launches,|tests passed|Total Test time' \
+    ctest $(2) --output-on-failure --no-tests=error -j $(JOBS)
+test_core = $(call ctest,core,--preset core)
+test_hooks = $(call ctest,hooks,--test-dir $(package_build)/*)
 # A file's tests stay together: they share fixtures. Beyond four, worlds of processes need much memory.
 pytest = $(bin)/python -m pytest -q -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
@@ -103,10 +98,9 @@ test-slow: build/.system_valgrind  ## what `make test` leaves out: slow tests, s
 	@$(test_hooks) -L slow
 	@$(pytest) -m slow
 	@$(MAKE) -s -j1 test-hosts test-sanitized sim-threads fuzz FUZZ_SECONDS=20
-	@rm -f $(torch_tidy)
-	@$(MAKE) lint UNITY=OFF
+	@$(MAKE) lint
 	@unset CUDAARCHS; $(call cmake,all_gpus,kernels for every kind of GPU)
-	@$(quiet) build/all_gpus_ctest.log --show 'launches,|tests passed' ctest --preset all_gpus -V -j $(JOBS)
+	@$(call ctest,all_gpus,--preset all_gpus -V)
 test-hosts:  ## gradferry in accelerate, Lightning, transformers, Ray and torchft
 	$(prepare) $(package_ready) $(hosts)/.hosts
 	@$(hosts)/bin/python -m pytest -q tests/hosts
@@ -133,32 +127,27 @@ soak:  ## random trainings, kills and restarts for HOURS=2 or MINUTES=5
 
 # --- lint
 cpp_files := $(filter %.h %.cuh %.cpp %.cu,$(call files,include kernels hooks python_bindings benchmarks tests examples/cpp))
-cpp_headers := .clang-tidy $(filter %.h,$(cpp_files))
-torch_sources := $(filter $(patsubst %,%/%.cpp,hooks python_bindings tests/reducer tests/faults/sim tests/engine/streams examples/cpp),$(cpp_files))
-core_sources := $(filter-out $(torch_sources),$(filter %.cpp,$(cpp_files)))
-torch_tidy := build/lint/torch-$(TORCH).tidy
-tidy = $(bin)/run-clang-tidy.py -quiet -j $(JOBS) -clang-tidy-binary $(bin)/clang-tidy -extra-arg=-Wno-unknown-warning-option
+tidy = $(quiet) $@.log $(bin)/run-clang-tidy.py -quiet -j $(JOBS) -clang-tidy-binary $(bin)/clang-tidy -extra-arg=-Wno-unknown-warning-option
 
-lint: $(package_ready) $(venv)/.lint  ## formatting, static analysis, types, stubs, dependency laws, words
+lint: $(package_ready) $(venv)/.lint  ## formatting, static analysis, types, stubs, dependency laws
 	@$(bin)/clang-format --dry-run --Werror $(cpp_files)
 	@$(bin)/ruff check --quiet . && $(bin)/ruff format --check --quiet .
 	@$(quiet) build/imports.log --show 'Contracts: ' env PYTHONPATH=python_bindings:benchmarks $(bin)/lint-imports --no-cache
-	@$(bin)/python tests/lint/check_includes.py && $(bin)/python tests/lint/check_words.py
+	@$(bin)/python tests/lint/check_includes.py
 	@$(quiet) build/mypy.log --show Success $(bin)/mypy
 	@$(quiet) build/stubtest.log --show Success $(bin)/python -m mypy.stubtest gradferry._native \
 	    --mypy-config-file pyproject.toml --allowlist tests/lint/native_stub_allowlist.txt
-	@$(MAKE) -s -k $(torch_tidy) build/lint/core.tidy
+	@$(MAKE) -s -k build/lint/torch-$(TORCH).tidy build/lint/core.tidy
 	@echo "lint: all clean"
 format: $(venv)/.lint  ## rewrite what `make lint` would complain about
 	@$(bin)/clang-format -i $(cpp_files)
 	@$(bin)/ruff check --quiet --fix . && $(bin)/ruff format --quiet .
-# Sources that have changed; all, where a header of ours has. UNITY=OFF has those that include torch checked one by one,
-# not target by target.
-build/lint/core.tidy: $(cpp_headers) $(core_sources) | $(core_ready) $(venv)/.lint
-	@$(quiet) $@.log $(tidy) -p build/core $(if $(filter $(cpp_headers),$?),$(core_sources),$?) && touch $@
-$(torch_tidy): CMakePresets.json $(cpp_headers) $(torch_sources) | $(package_ready) $(venv)/.lint
-	@$(quiet) $@.log bash -ec 'cmake --preset tidy $(of_this_python) -DCMAKE_UNITY_BUILD=$(or $(UNITY),ON); \
-	    $(tidy) -p build/tidy -checks=-bugprone-suspicious-include' && touch $@
+# Sources that have changed; all, where a header of ours has. Of those that include torch, a target's as one.
+build/lint/core.tidy: .clang-tidy $(cpp_files) | $(core_ready) $(venv)/.lint
+	@$(tidy) -p build/core $(if $(filter-out %.cpp,$?),'\.cpp$$',$(filter %.cpp,$?)) && touch $@
+build/lint/torch-$(TORCH).tidy: CMakePresets.json .clang-tidy $(cpp_files) | $(package_ready) $(venv)/.lint
+	@$(quiet) $@.cmake.log cmake --preset tidy $(of_this_python)
+	@$(tidy) -p build/tidy -checks=-bugprone-suspicious-include && touch $@
 
 # --- set-up. How long a step usually takes is for two cores and 100 MB/s, the first time.
 build/.system_%: tools/system_packages.sh
@@ -183,10 +172,10 @@ $(hosts)/.hosts: requirements/hosts.txt | $(venv)/.test
 	@echo "import site; site.addsitedir('$(call site_of,$(venv))')" > "$(call site_of,$(hosts))/below.pth"
 	@$(quiet) build/pip_hosts.log --title "$(hosts): trainers" \
 	    $(hosts)/bin/python $(pip) -r $< -c requirements/run.txt -c requirements/test.txt && touch $@
-build/core/.kernels: $(kernel_inputs) | build/.system_package
+build/core/.kernels: $(inputs) | build/.system_package
 	@rm -f $(core_ready)  # what stands there is without tests from now on
 	@$(call cmake,demo,kernels (usually 1 min),,--target install) && touch $@
-$(core_ready): $(core_inputs) | build/.system_tests
+$(core_ready): $(inputs) | build/.system_tests
 	@$(call cmake,core,kernels and C++ tests (usually 8 min),,--target install) && touch $@
 # ON with what tests load beside the package, else OFF.
 define install_package
@@ -196,9 +185,9 @@ define install_package
 	    --config-settings=cmake.define.GRADFERRY_WERROR=ON --config-settings=cmake.define.GRADFERRY_TESTS=$(1) \
 	    --config-settings=install.components='python$(if $(filter ON,$(1)),;tests)' . && touch $@
 endef
-$(venv)/.gradferry-demo: $(package_inputs) build/core/.kernels $(venv_ready)
+$(venv)/.gradferry-demo: build/core/.kernels $(venv_ready)
 	$(call install_package,OFF)
-$(package_ready): $(package_inputs) $(core_ready) $(venv_ready) | $(venv)/.test
+$(package_ready): $(core_ready) $(venv_ready) | $(venv)/.test
 	$(call install_package,ON)
 
 clean:  ## remove what was built, keep the environments

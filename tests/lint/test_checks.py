@@ -1,4 +1,4 @@
-"""check_includes and check_words find mistakes of each kind that are planted, alone."""
+"""check_includes finds mistakes of each kind that are planted, alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import check_includes
 import pytest
-from check_words import violations
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -14,9 +13,6 @@ def write(root: Path, files: dict[str, str]) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
-
-
-# --- includes -------------------------------------------------------------------------------------
 
 
 INCLUDES = {
@@ -68,41 +64,3 @@ def test_planted_include_is_found(tmp_path, file, name, reason):
     assert line.startswith(f"{file}:{INCLUDES[file].count(chr(10)) + 1}: ")
     assert f'"{name}"' in line
     assert reason in line
-
-
-# --- words ----------------------------------------------------------------------------------------
-
-
-PROSE = {
-    "README.md": "A trial decides; `forecast` is a name of the code.\n",
-    "CONTRIBUTING.md": "Of documents only the words are checked.\n",
-    "hooks/plan.h": "// The plan. It takes,\n// As a trial does, time.\nint plan;  // of one\n",
-    "python_bindings/auto.py": '"""Tries codecs."""\n\nCOUNTED = 5  # of seven\n',
-}
-
-
-def test_lawful_prose_is_no_violation(tmp_path: Path) -> None:
-    assert list(violations(write(tmp_path, PROSE))) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "where"),
-    [
-        ("README.md", "One line.\nForecasts are quick.\n", "README.md:2: 'Forecasts': say 'trial'"),
-        ("docs/a/b.md", "| an error memory |\n", "docs/a/b.md:1: 'error memory': say 'residual'"),
-        ("kernels/q4.cpp", "int a;  // by forecast\n", "kernels/q4.cpp:1: 'forecast': say 'trial'"),
-        ("hooks/plan.h", "// An\n// error\n// memory.\n", "hooks/plan.h:1: 'error memory': say"),
-        ("kernels/q4.cpp", "// Of quads of numbers.\n", "kernels/q4.cpp:1: no subject"),
-        ("hooks/plan.h", "int a;\n// Of a bucket.\n", "hooks/plan.h:2: no subject: 'Of a bucket.'"),
-        ("hooks/plan.h", "int a;  // one\n// As of old.\n", "hooks/plan.h:2: no subject"),
-        (
-            "benchmarks/a.py",
-            "def f():\n    '''Runs. That of f.'''\n",
-            "benchmarks/a.py:1: no subject",
-        ),
-        ("hooks/a.py", "# A line.\n# As before, again.\n", "hooks/a.py:1: no subject"),
-    ],
-)
-def test_planted_word_is_found(tmp_path: Path, name: str, text: str, where: str) -> None:
-    (found,) = violations(write(tmp_path, PROSE | {name: text}))
-    assert found.startswith(where)
