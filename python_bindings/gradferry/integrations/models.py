@@ -75,7 +75,8 @@ def find_ddp(
             f"momentum={momentum!r} is for a hook, and {host} makes none for a single process: "
             "start more, or leave out momentum"
         )
-    warn(f"{host} trains with a single process: gradferry has nothing to compress")
+    hint = "; `accelerate launch` needs --multi_gpu, also on CPUs" if host == "accelerate" else ""
+    warn(f"{host} trains with a single process: gradferry has nothing to compress{hint}")
     return None
 
 
