@@ -30,12 +30,15 @@ from gradferry_lab.output.json_file import save_rows
 from gradferry_lab.output.progress import StatusLine
 from gradferry_lab.output.table import print_line
 from gradferry_lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
-from gradferry_lab.ranks.hosts import Where, ranks_text
+from gradferry_lab.ranks.hosts import NETWORK, Where, ranks_text
 from gradferry_lab.ranks.place import add_device, on_device, place_of_rank
 from gradferry_lab.workloads.models import check_model, load_workload
 from gradferry_lab.workloads.optimizers import make_optimizer
 
 _SMOKE: dict[str, Any] = {"model": "small", "hooks": ["torch:fp32", "q4"]}
+_SMOKE_VERDICT = (
+    "It works. Figures of --smoke mean nothing: without it, doctor says which hook to use."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,11 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     def report(found: Diagnosis, where: Where) -> int:
         asked = {"model": arguments.model, "ranks": found.world_size, **where._asdict()}
-        title = f"gradferry doctor: {arguments.model}, {ranks_text(asked)}, link {where.link}"
+        link = "" if where.link == NETWORK else f", link {where.link}"
+        print_line(console, f"gradferry doctor: {arguments.model}, {ranks_text(asked)}{link}")
+        text = str(found)
         if arguments.smoke:
-            title += "; it works, and with --smoke figures mean nothing"
-        print_line(console, title)
-        for line in str(found).splitlines():
+            text = _SMOKE_VERDICT + text.removeprefix(found.verdict)
+        for line in text.splitlines():
             print_line(console, line)
         rows = doctor_rows(found, asked)
         save_rows(console, arguments.json, rows, place, results_of="doctor")

@@ -14,6 +14,7 @@ from gradferry_lab.ranks.launch import gather_from_ranks
 from gradferry_lab.ranks.network import sent_bytes
 
 LOOPBACK = "loopback"
+NETWORK = "network"  # of whoever started the ranks
 DEVICE_VARIABLE = "GLOO_SOCKET_IFNAME"  # how gloo is told which interface to use
 
 
@@ -48,7 +49,7 @@ class Where(NamedTuple):
     def on(cls, link: str, hosts: Nodes) -> Where:
         """Ranks on these hosts. Under torchrun on several, `link` may be the default's name."""
         if link == LOOPBACK and len(hosts.members) > 1:
-            link = "network"
+            link = NETWORK
         sizes = set(hosts.ranks_per_node)
         per_host = sizes.pop() if len(sizes) == 1 else None
         return cls(link, hosts.world_size, len(hosts.members), per_host)
