@@ -19,11 +19,6 @@ from world import World
 
 # What a page's snippets are run with, beside what `documented` gives to all of them.
 WORLD_SIZES = {"fsdp.md": 4, "compatibility.md": 4}
-CHANGED = {
-    "fsdp.md": {'init_device_mesh("cuda", (2, 8)': 'init_device_mesh("cpu", (2, 2)'},
-}
-
-
 SNIPPETS = [page for page in PAGES if blocks(page, "python")]
 
 
@@ -31,9 +26,6 @@ SNIPPETS = [page for page in PAGES if blocks(page, "python")]
 def test_every_snippet_runs(worlds: Callable[[int], World], page: str, tmp_path: Path) -> None:
     name = Path(page).name
     snippets = blocks(page, "python")
-    for old, new in CHANGED.get(name, {}).items():
-        assert any(old in each for each in snippets), f"{page} has no {old} any more"
-        snippets = [each.replace(old, new) for each in snippets]
     world = worlds(WORLD_SIZES.get(name, 2))
     answers = world.run(case_snippets, page=page, snippets=snippets, folder=str(tmp_path))
     assert answers == [len(snippets)] * world.size
