@@ -16,12 +16,10 @@ namespace {
 // Calls `use` with a number of the type.
 template <typename Use>
 auto with_number(ScalarType dtype, const Use& use) {
-  switch (dtype) {
-    case ScalarType::kBFloat16: return use(c10::BFloat16());
-    case ScalarType::kFloat16: return use(c10::Half());
-    case ScalarType::kFloat64: return use(double());
-    default: return use(float());
-  }
+  if (dtype == ScalarType::kBFloat16) return use(c10::BFloat16());
+  if (dtype == ScalarType::kFloat16) return use(c10::Half());
+  if (dtype == ScalarType::kFloat64) return use(double());
+  return use(float());
 }
 
 // --- sums of a node ---
