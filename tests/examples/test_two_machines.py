@@ -44,15 +44,8 @@ def test_doctor_talks_between_two_machines(tmp_path: Path) -> None:
     checks = "".join(each.splitlines()[0].removeprefix("$ ") + "\n" for each in CHECKS)
     ended = run_on_two([checks + EXPORT + each for each in PAIRS[0]], tmp_path)
     assert [code for code, _ in ended] == [0, 0], ended
-    title, verdict, *table = SHOWN[0].splitlines()
-    said = ended[0][1]
-    for block in (*CHECKS, "\n".join([title, *table])):
-        expect_shown(re.sub(r"^\$ .*\n", "", block), said)
-    # Which of the two verdicts it is depends on the machine.
-    (under_title,) = (said[number + 1] for number, line in enumerate(said) if line == title)
-    verdicts = ("Use q4: it takes ", "Do not compress: torch:fp32 takes ")
-    assert verdict.startswith(verdicts[0])
-    assert under_title.startswith(verdicts)
+    for block in (*CHECKS, SHOWN[0]):
+        expect_shown(re.sub(r"^\$ .*\n", "", block), ended[0][1])
 
 
 def test_example_trains_on_two_machines(tmp_path: Path) -> None:
