@@ -8,11 +8,11 @@
 //   n/rank/<rank>       counts how often that rank arrived
 //   n/size              the world size of the first rank to arrive, and its name
 //   n/came              counts ranks that arrived
-//   n/decided           who makes it 1 decides: the last rank to arrive, or one that waited too
-//   long n/error             what every rank throws that arrived; none: all arrived, and nothing is
-//   wrong n/outcome           it is decided, behind the error n/read              counts ranks that
-//   have read an outcome with which they do not go on n/<rank>            what that rank has left
-//   there when it could not connect (connect_ranks.h)
+//   n/decided           who makes it 1 decides: the last rank, or one that waited too long
+//   n/error             what every rank that arrived throws; none: all did, and nothing is wrong
+//   n/outcome           it is decided, behind the error
+//   n/read              counts ranks that read an outcome with which they do not go on
+//   n/<rank>            what a rank leaves that could not connect (connect_ranks.h)
 //
 // When all ranks have arrived at a rendezvous, the keys of those before it are removed.
 #pragma once

@@ -503,8 +503,9 @@ def batch_loss(name: str, model: nn.Module, batch: Any) -> torch.Tensor:
     model cannot be called with the batch, or returns something else.
     """
     if not isinstance(batch, (tuple, list, Mapping)):
+        kind = "None" if batch is None else f"a {type(batch).__name__}"
         raise ConfigError(
-            f"{name}: a batch is {_kind(batch)}; it must be a tuple or list of the model's "
+            f"{name}: a batch is {kind}; it must be a tuple or list of the model's "
             "positional arguments, or a dict of its keyword arguments: one tensor alone is (x,)"
         )
     keywords = batch if isinstance(batch, Mapping) else {}
@@ -538,10 +539,6 @@ def misfit(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> st
     except ValueError:  # some functions written in C have no signature
         return None
     return None
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _contents(batch: Any) -> str:

@@ -113,6 +113,12 @@ class ReducerOfChanges(Reducer):
     # A rank whose chunks are all on their way waits for the slowest rank, with an idle link. Large
     # chunks make that wait longer. Over fast links small ones only cost processors' time.
     _CHUNK_BYTES = CHUNK_BYTES // 4
+    spare: dict[str, Any] | None = None  # for its memory: new pages take longer than a copy
+
+    def before_average(self) -> dict[str, Any]:
+        """The state, in the memory of `spare`, one that nobody needs."""
+        spare, self.spare = self.spare, None
+        return self._saved(spare)
 
     def fade(self, before: Mapping[str, Any], decay: float) -> None:
         """Multiplies the worker residual of this rank, which has this state, by `decay`; with 0 the
@@ -236,11 +242,9 @@ class DiLoCo:
         self._drawn = self._last = ""
         self._absent: Sequence[str] = ()  # parameters without a pseudo-gradient in this outer step
         # The state of the Reducer before an outer step that is not over, and, of a step whose
-        # average is here, after it; and one that nobody needs, for its memory: new pages take
-        # longer than a copy.
+        # average is here, after it.
         self._before: dict[str, Any] | None = None
         self._after: dict[str, Any] | None = None
-        self._room: dict[str, Any] | None = None
         self._outer_ms = self._period_ms = 0.0
         self._last_end = time.monotonic()
         problem: Exception | None = None
@@ -318,8 +322,7 @@ class DiLoCo:
             if not self._tell_shards(lambda: self._all_take_it(finishes, group)):
                 return False
             self._go("all agree")
-            room, self._room = self._room, None
-            self._before = self._reducer._saved(room)
+            self._before = self._reducer.before_average()
             self._tell_shards(lambda: self._average(group))
             self._apply()
         except BaseException as error:
@@ -410,7 +413,7 @@ class DiLoCo:
         try:
             self._global.apply(self._absent)
             self._outer_steps, self._last = self._outer_steps + 1, self._drawn
-            self._room, self._before = self._before, None
+            self._reducer.spare, self._before = self._before, None
             self._go("applied")
         except BaseException as error:
             self._go("applied in part")
@@ -512,7 +515,7 @@ class DiLoCo:
                 say_failed(members)
             raise
         self._go("joined")
-        self._before = self._after = self._room = None
+        self._before = self._after = None
         # A collective of a failed average may still write to the old ones.
         self._global.make_changes()
         if is_due:

@@ -52,7 +52,7 @@ def test_applied_and_withheld_are_what_ranks_moved(codec: str, decay: float) -> 
     places = set()
     for period in range(OUTER_STEPS):
         if period:
-            places.add(diloco._room[f"slot_{dist.get_rank()}"]["worker"].data_ptr())
+            places.add(diloco._reducer.spare[f"slot_{dist.get_rank()}"]["worker"].data_ptr())
             faded += (1 - decay) * withheld(diloco._reducer)[0]
         for inner in range(2):
             given = movements(model, dist.get_rank(), period, inner)

@@ -329,7 +329,7 @@ def _check_identity(
     """Checks that the state was saved by a hook like the one that loads it.
 
     Args:
-        saved: from `pack` or `merge`.
+        saved: from `save` or `merge`.
         identity: of the hook that loads.
         on_resize: see `HookState.load_state_dict`. With ``"drop"`` parameters may have other names.
 

@@ -134,7 +134,6 @@ class FragmentAverages:
         # What this replica has withheld, where `reducer` has not that: before an average that is
         # not applied yet, or by the Reducer of an earlier quorum.
         self._withheld: dict[str, Any] | None = None
-        self._room: dict[str, Any] | None = None  # a state that nobody needs, for its memory
         self._work: Work | None = None
         self._perform_sync = fragment.perform_sync
         fragment._average_grads, fragment.perform_sync = self._begin, self._end
@@ -160,7 +159,9 @@ class FragmentAverages:
             committed = bool(self._perform_sync())
         finally:
             if committed:
-                self._room, self._withheld = self._withheld, None
+                if self.reducer is not None:
+                    self.reducer.spare = self._withheld
+                self._withheld = None
             else:
                 self._let_go()
         return committed
@@ -178,8 +179,7 @@ class FragmentAverages:
     def _post(self) -> None:
         changes: dict[str, Any] = dict(self._fragment._grads)
         reducer = self._reducer_of_quorum(changes)
-        room, self._room = self._room, None
-        self._withheld = reducer._saved(room)
+        self._withheld = reducer.before_average()
         reducer.fade(self._withheld, self._decay)
         # Spares add zeros, and torchft divides the sum by the number of participants.
         takes_part = self._manager.is_participating()
@@ -210,7 +210,7 @@ class FragmentAverages:
         """Ends the Reducer. What it withholds stays, or what was withheld before its average."""
         if self.reducer is not None and self._withheld is None:
             self._withheld = withheld_by(self.reducer)
-        self.reducer = self._room = None
+        self.reducer = None
 
     def _forget(self) -> None:
-        self.reducer = self._withheld = self._room = None
+        self.reducer = self._withheld = None
