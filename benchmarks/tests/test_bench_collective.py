@@ -122,7 +122,7 @@ def case_damaged(name: str) -> list[CollectiveOutcome]:
     class Engine:
         def __init__(self, *arguments: Any, **options: Any) -> None:
             engine = host_engine(*arguments, **options)
-            self.all_reduce, self.stats = damaged(engine.all_reduce), engine.stats
+            self.exchange, self.stats = damaged(engine.exchange), engine.stats
 
     host_engine = _native.HostEngine
     own = mock.patch.object(dist, "all_reduce", damaged(dist.all_reduce))

@@ -129,7 +129,7 @@ class Reducer(Averaging):
         cap, place = int(bucket_cap_mb * 2**20), running.transport.device
         self._packing = Packing(running.parameters, self._dtypes, place, cap)
         engine = running.engine
-        self._engine_calls = None if engine is None else _native.AllReducer(engine=engine)
+        self._engine_calls = None if engine is None else _native.Exchanger(engine=engine)
         self._work: Work | None = None  # of the last call
         self._ended: str | None = None  # why
         self._busy = threading.Lock()  # held by the thread that is in all_reduce()

@@ -192,11 +192,11 @@ void use_library(const py::capsule& capsule) {
 }
 
 // For benchmarks: the engine's one bucket of all its parameters, without DDP around it. Blocks.
-void all_reduce(std::shared_ptr<BucketEngine> engine, const at::Tensor& gradient) {
+void exchange_all(std::shared_ptr<BucketEngine> engine, const at::Tensor& values) {
   const py::gil_scoped_release released;
   std::vector<uint32_t> parameters(engine->layout().parameters().size());
   std::iota(parameters.begin(), parameters.end(), 0);
-  Exchanger(std::move(engine)).start({{parameters, gradient}}, /*in_background=*/false).wait();
+  Exchanger(std::move(engine)).start({{parameters, values}}, /*in_background=*/false).wait();
 }
 
 using BucketPair = std::pair<std::vector<uint32_t>, at::Tensor>;
@@ -386,7 +386,7 @@ void bind_engine(py::module_& module) {
       .def("workspace", &workspace_dict)
       .def("current_step", &BucketEngine::current_step, py::call_guard<py::gil_scoped_release>())
       .def("events", &event_list)
-      .def("all_reduce", &all_reduce, py::arg("gradient"))
+      .def("exchange", &exchange_all, py::arg("values"))
       .def(
           "fail",
           [](BucketEngine& engine, const std::string& message) {
@@ -422,10 +422,10 @@ void bind_engine(py::module_& module) {
            py::arg("values"), py::arg("factor"), py::call_guard<py::gil_scoped_release>())
       .def("scale_residuals", &BucketEngine::scale_residuals, py::arg("factor"),
            py::call_guard<py::gil_scoped_release>());
-  py::class_<PendingExchange>(module, "PendingAllReduce")
+  py::class_<PendingExchange>(module, "PendingExchange")
       .def("wait", &PendingExchange::wait, py::call_guard<py::gil_scoped_release>())
       .def("is_completed", &PendingExchange::is_completed);
-  py::class_<Exchanger> exchanger_class(module, "AllReducer");
+  py::class_<Exchanger> exchanger_class(module, "Exchanger");
   def_init(exchanger_class, &make_exchanger, py::arg("engine"));
   exchanger_class.def("start", &start_exchange, py::arg("buckets"), py::kw_only(),
                       py::arg("in_background"), py::call_guard<py::gil_scoped_release>());

@@ -144,7 +144,7 @@ class _CodecCollective:
         )
 
     def run(self, gradient: torch.Tensor) -> None:
-        self._engine.all_reduce(gradient)
+        self._engine.exchange(gradient)
 
     def expected(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         if len(gradients) == 1:  # nothing is exchanged

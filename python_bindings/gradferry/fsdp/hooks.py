@@ -65,7 +65,7 @@ class Exchange:
         self, running: Running, modules: Sequence[ShardedModule], part: str | None = None
     ) -> None:
         self.running, self.modules, self.part = running, modules, part
-        self.calls = None if running.engine is None else _native.AllReducer(engine=running.engine)
+        self.calls = None if running.engine is None else _native.Exchanger(engine=running.engine)
         self.counts, self.passed = [0] * len(modules), 0
 
     def set_hooks(self) -> None:
@@ -200,7 +200,7 @@ class ModuleHook:
         """Makes FSDP2 call this hook."""
         setattr(self.module, self.exchange.slot, self)
 
-    def start(self, indices: Sequence[int], tensor: torch.Tensor) -> _native.PendingAllReduce:
+    def start(self, indices: Sequence[int], tensor: torch.Tensor) -> _native.PendingExchange:
         """Hands a bucket to the engine, which there is."""
         assert self.exchange.calls is not None
         return self.exchange.calls.start([(indices, tensor)], in_background=False)
@@ -509,7 +509,7 @@ def _in_backward() -> bool:
 class _Gathering(dist.Work):
     """What FSDP2 waits for, so that a gather that it begins early travels meanwhile."""
 
-    def __init__(self, pending: _native.PendingAllReduce, exchange: AllGather) -> None:
+    def __init__(self, pending: _native.PendingExchange, exchange: AllGather) -> None:
         super().__init__()
         self._pending = pending
         self._exchange = exchange
