@@ -587,7 +587,8 @@ def test_dense_steps_are_those_of_adamw_and_frozen_ones_keep_its_variance(
         states = [adamw.state[parameter] for parameter in ours]
         averages = [state["exp_avg"].numpy() for state in states]
         if turn == dense - 1 + late:
-            for index, own in enumerate(engine.layout.codecs):
+            for index in count:
+                own = engine.codec_of(index)
                 share = (1 - momentum_behind(own, BETAS[0])) / (1 - BETAS[0])
                 factor = np.float32(BETAS[0] ** (1 + late) * share)
                 for residual in engine.worker_residual[index]:

@@ -241,12 +241,13 @@ class ReferenceEngine:
                         scaled = gain * residual
                     residual[...] = np.where(np.isfinite(scaled), scaled, residual)
 
-    def _own_codec(self, index: int) -> str:
+    def codec_of(self, index: int) -> str:
+        """Of a parameter, after the warm-up. A rank alone sends nothing."""
         return self.layout.codecs[index] if self.world_size > 1 else "exact"
 
     def _turn_to_momentum(self) -> None:
         for index in range(len(self.layout.parameters)):
-            alpha = np.float32(1.0 - momentum_behind(self._own_codec(index), self.momentum))
+            alpha = np.float32(1.0 - momentum_behind(self.codec_of(index), self.momentum))
             for residual in (*self.worker_residual[index], self.owner_residual[index]):
                 if residual is not None:
                     residual *= alpha
@@ -255,7 +256,7 @@ class ReferenceEngine:
         self, index: int, by_rank: Sequence[np.ndarray], *, warming_up: bool
     ) -> np.ndarray:
         parameter = self.layout.parameters[index]
-        codec = self._own_codec(index)
+        codec = self.codec_of(index)
         dtype = parameter.dtype
         momentum = 0.0 if warming_up else momentum_behind(codec, self.momentum)
         alpha = np.float32(1.0 - momentum)
