@@ -4,6 +4,8 @@
 
 #include <string>
 
+#include "threads.h"
+
 namespace gradferry {
 namespace {
 
@@ -20,14 +22,18 @@ Error describe_failure(const std::exception_ptr& failure, uint32_t rank) {
   } catch (const Error& error) {
     return error;
   } catch (const std::exception& error) {
-    return {ErrorKind::kState, "gradferry failed on rank " + std::to_string(rank) + ": " +
-                                   error.what() + "; restart the training"};
+    return with_memory([&] {
+      return Error(ErrorKind::kState, "gradferry failed on rank " + std::to_string(rank) + ": " +
+                                          error.what() + "; restart the training");
+    });
   }
 }
 
 Error finished(const Error& error, const EventLog& log, const EngineOptions& options) {
-  return {error.kind(), std::string(error.what()) + "\n" + options.recovery_hint +
-                            log.text(options.world_rank())};
+  return with_memory([&] {
+    return Error(error.kind(), std::string(error.what()) + "\n" + options.recovery_hint +
+                                   log.text(options.world_rank()));
+  });
 }
 
 Error called_after_fork(int process_id) {

@@ -173,8 +173,10 @@ void Peers::wait(c10d::Work& work) {
 
 void Peers::tell(const std::string& error, ErrorKind kind) {
   if (told_.exchange(true)) return;
-  std::string line = error.substr(0, std::min(error.find('\n'), kMostErrorBytes));
-  if (!line.starts_with("rank ")) line = name_ranks({in_world(rank_)}) + " failed: " + line;
+  const std::string line = with_memory([&] {
+    const std::string first = error.substr(0, std::min(error.find('\n'), kMostErrorBytes));
+    return first.starts_with("rank ") ? first : name_ranks({in_world(rank_)}) + " failed: " + first;
+  });
   const auto tell = [line, kind, key = present_key(rank_)](c10d::Store& store) {
     write_text(store, key, "1");
     if (store.add("told", 1) == 1) {
@@ -183,7 +185,7 @@ void Peers::tell(const std::string& error, ErrorKind kind) {
     }
     return std::string();
   };
-  ask(tell, kAnswer);
+  with_memory([&] { ask(tell, kAnswer); });
 }
 
 Error Peers::tell_or_hear(const Error& error) {

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <functional>
 #include <mutex>
+#include <new>
 
 namespace gradferry {
 
@@ -15,6 +16,19 @@ using TimePoint = std::chrono::steady_clock::time_point;
 
 TimePoint now();
 void sleep_for(std::chrono::milliseconds duration);
+
+// What `action` returns, as soon as there is memory for it. A failure must be told to the others,
+// also if it is that there was none.
+template <typename Action>
+auto with_memory(const Action& action) {
+  while (true) {
+    try {
+      return action();
+    } catch (const std::bad_alloc&) {
+      sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+}
 
 // Runs `body` on a detached thread of this name, of 15 characters at most. Throws std::system_error
 // when the process cannot start another thread.

@@ -700,7 +700,8 @@ Error HostEngine::cause_of(Error error) {
   return error;
 }
 
-// Takes the buckets of everything in flight, in order of their numbers. With life_.mutex held.
+// Takes the buckets of everything in flight, in order of their numbers; none, if there is no memory
+// for it. With life_.mutex held.
 std::vector<std::shared_ptr<BucketJob>> HostEngine::take_all_buckets() {
   std::vector<std::shared_ptr<BucketJob>> buckets;
   for (const Chunks& chunks : waiting_) {
@@ -720,8 +721,8 @@ void HostEngine::fail_all(const Error& error) {
   std::vector<std::shared_ptr<BucketJob>> failed;
   {
     const std::lock_guard lock(life_.mutex);
-    failed = take_all_buckets();
-    for (const auto& bucket : failed) log_.add(bucket->event);
+    failed = with_memory([&] { return take_all_buckets(); });
+    for (const auto& bucket : failed) with_memory([&] { log_.add(bucket->event); });
     if (!life_.death) life_.death = finished(error, log_, options_);
     life_.stats.in_flight = 0;
     life_.changed.notify_all();
