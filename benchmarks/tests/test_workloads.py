@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import math
 import os
@@ -30,7 +31,7 @@ from gradferry_lab.workloads.convex import (
 from gradferry_lab.workloads.hooks import apply_hook
 from gradferry_lab.workloads.optimizers import make_optimizer
 from gradferry_lab.workloads.text import load_text
-from gradferry_lab.workloads.training import Training, check_size, train
+from gradferry_lab.workloads.training import Progress, Stopped, Training, check_size, train
 from gradferry_lab.workloads.vision import load_tiny_vision
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -161,6 +162,43 @@ def case_train_in_turns() -> None:
 def test_trainings_that_take_turns_end_as_each_alone(world_of_2: World):
     pytest.importorskip("sklearn")
     world_of_2.run(case_train_in_turns)
+
+
+def case_interrupted(folder: str, task: str, hook: str, parallel: str, optimizer: str) -> None:
+    """Saved and begun anew after 1, 4 and 5 steps."""
+    task = load_task(task)
+    how = {"steps": 8, "seed": 3, "optimizer": optimizer, "parallel": parallel}
+    whole = train(task, hook, **how)
+    progress = Progress(Path(folder), "settings")
+    steps = []
+
+    def stop(step: int, _: float) -> None:
+        steps.append(step)
+        progress.deadline = 0.0 if step in (1, 4, 5) and step not in steps[:-1] else math.inf
+
+    for _ in range(3):
+        with pytest.raises(Stopped):
+            train(task, hook, on_step=stop, progress=progress, **how)
+    again = train(task, hook, on_step=stop, progress=progress, **how)
+    assert steps == list(range(1, 9))
+    timed = {"seconds": [], "ms_per_step": 0.0}
+    assert dataclasses.replace(again, **timed) == dataclasses.replace(whole, **timed)
+
+
+@pytest.mark.parametrize(
+    ("task", "hook", "parallel", "optimizer"),
+    [
+        ("convex", "torch:fp32", "ddp", "AdamW"),
+        ("convex", "rht:bits=2+momentum=0.8", "ddp", "AdamW"),
+        ("convex", "sign1+momentum=0.9+warmup_steps=2", "ddp", "OneBitAdam"),
+        ("tiny_text", "q4", "fsdp", "AdamW"),
+    ],
+)
+def test_a_training_that_is_interrupted_ends_as_one_that_is_not(
+    worlds: Callable[[int], World], tmp_path: Path, task: str, hook: str, parallel: str, optimizer
+):
+    where = {"task": task, "hook": hook, "parallel": parallel, "optimizer": optimizer}
+    worlds(4).run(case_interrupted, folder=str(tmp_path), **where)
 
 
 def case_train(parallel: str, hooks: list[str]) -> list[Any]:

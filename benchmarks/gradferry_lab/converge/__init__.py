@@ -6,6 +6,8 @@ Exit code 1 when a codec leaves its band, or a negative control passes.
 from __future__ import annotations
 
 import argparse
+import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,8 +71,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("converge_results"),
         metavar="DIR",
-        help="folder for finished trainings, which are not repeated when the command is called "
-        "again (default: %(default)s)",
+        help="folder for trainings, finished or saved every minute: called again, the command goes "
+        "on with them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        metavar="N",
+        help="stop after so long (default: when all trainings are finished)",
     )
     flags.add_wide(parser)
     flags.add_json(parser)
@@ -86,7 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains what is not there yet, then reports. 1 when a demand is not met, else 0."""
     console = Console()
     if arguments.source:
-        flags.refuse(arguments, ["worlds", "out", "device"], "beside --from, which trains nothing")
+        flags.refuse(
+            arguments, ["worlds", "out", "device", "minutes"], "beside --from, which trains nothing"
+        )
         document = read_json(arguments.source)
         rows, place = document["rows"], document["environment"]
         suite = _suite_of(rows, arguments.source)
@@ -121,6 +132,7 @@ def _train(
 ) -> list[Mapping[str, Any]]:
     """Rows of all trainings, in the suite's order."""
     flags.require_at_least_one(arguments, "worlds")
+    flags.require_more_than_zero("--minutes", [arguments.minutes])
     folder = arguments.out / suite.name
     results = Results(folder, environment())
     trainings = list(suite.trainings(arguments.device))
@@ -138,10 +150,14 @@ def _train(
         print_line(console, f"{found} of {len(trainings)} trainings are in {folder} already.")
     if missing:
         print_line(console, f"{len(missing)} trainings, {arguments.worlds} at a time.")
+    deadline = time.time() + 60 * arguments.minutes
     with StatusLine(console) as status:
-        run_trainings(missing, arguments.worlds, results.add, status)
-    rows = map(find, trainings)
-    return [row for row in rows if row is not None]
+        run_trainings(missing, arguments.worlds, results, status, deadline)
+    rows = [row for row in map(find, trainings) if row is not None]
+    if len(rows) < len(trainings):
+        left = len(trainings) - len(rows)
+        print_line(console, f"{left} trainings are left: the same command goes on with them.")
+    return rows
 
 
 def _suite_of(rows: Sequence[Mapping[str, Any]], path: Path) -> Suite:

@@ -1,9 +1,11 @@
-"""Results of trainings, one file each, so that an interrupted run can be resumed."""
+"""Results of trainings, one file each, and trainings that are under way, in a folder each."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +16,7 @@ from gradferry.core.content_file import durable_file
 from gradferry_lab.converge.suite import Training
 from gradferry_lab.flags import make_folder
 from gradferry_lab.output.table import Row
+from gradferry_lab.workloads.training import Progress
 
 
 class Results:
@@ -37,9 +40,15 @@ class Results:
         return row if document == self._document(training, row) else None
 
     def add(self, training: Training, row: Row) -> None:
-        """Writes a row to a file, atomically."""
+        """Writes a row to a file, atomically, and removes what was saved on the way to it."""
         with durable_file(self._path(training)) as file:
             file.write(json.dumps(self._document(training, row)).encode())
+        shutil.rmtree(self._path(training).with_suffix(".saved"), ignore_errors=True)
+
+    def progress(self, training: Training, source: str, deadline: float = math.inf) -> Progress:
+        """Of a training on the data `source`."""
+        settings = json.dumps(self._document(training, {"source": source}))
+        return Progress(self._path(training).with_suffix(".saved"), settings, deadline)
 
     def _document(self, training: Training, row: Row | None) -> dict[str, Any]:
         settings = json.loads(json.dumps(asdict(training)))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gradferry.errors import ConfigError
 
+from gradferry_lab.converge.results import Results
 from gradferry_lab.converge.suite import Training
 from gradferry_lab.output.json_file import finite
 from gradferry_lab.output.progress import Doing, StatusLine
 from gradferry_lab.ranks.launch import Emit, run_worlds, torchrun_placement
 from gradferry_lab.workloads import load_task
-from gradferry_lab.workloads.training import TrainingRun, train
+from gradferry_lab.workloads.training import Stopped, TrainingRun, train
 
 _SHOWN_EVERY = 20  # steps
 
@@ -28,12 +30,14 @@ _Event = tuple[int, Training, "float | dict[str, Any]"]
 def run_trainings(
     trainings: Sequence[Training],
     num_worlds: int,
-    keep: Callable[[Training, dict[str, Any]], None],
+    results: Results,
     status: StatusLine,
+    deadline: float,
 ) -> None:
-    """Trains all, at most `num_worlds` at a time, and hands each row to `keep`.
+    """Trains all, at most `num_worlds` at a time, into `results`, until the deadline in seconds of
+    `time.time`.
 
-    Raises ConfigError under torchrun, and what a rank raises; rows that were kept stay.
+    Raises ConfigError under torchrun, and what a rank raises; what was saved stays.
     """
     if torchrun_placement():
         raise ConfigError("converge starts its own ranks; call it without torchrun")
@@ -47,7 +51,7 @@ def run_trainings(
     def on_event(event: _Event) -> None:
         world, training, news = event
         if isinstance(news, dict):
-            keep(training, news)
+            results.add(training, news)
             finished.append(training)
             under_way.pop(world, None)
             loss = news["final_loss"]
@@ -62,7 +66,8 @@ def run_trainings(
     for num_ranks in sorted({training.num_ranks for training in trainings}):
         alike = [training for training in trainings if training.num_ranks == num_ranks]
         hands = [hand for hand in deal(alike, num_worlds) if hand]
-        run_worlds(train_all, list(enumerate(hands)), num_ranks, on_event)
+        arguments = [(world, hand, results, deadline) for world, hand in enumerate(hands)]
+        run_worlds(train_all, arguments, num_ranks, on_event)
 
 
 def deal(trainings: Sequence[Training], num_worlds: int) -> list[list[Training]]:
@@ -78,23 +83,28 @@ def deal(trainings: Sequence[Training], num_worlds: int) -> list[list[Training]]
     return hands
 
 
-def train_all(emit: Emit, world: int, trainings: Sequence[Training]) -> None:
-    """Trains one after the other; runs on every rank of a world."""
+def train_all(
+    emit: Emit, world: int, trainings: Sequence[Training], results: Results, deadline: float
+) -> None:
+    """Trains one after the other until the deadline; runs on every rank of a world."""
     # Plain Adam behind sign1 and topk is among what is measured.
     warnings.filterwarnings("ignore", message=".*trains worse behind", category=UserWarning)
-    for training in trainings:
-        row = _row(training, _train(emit, world, training))
-        emit((world, training, finite(row)))
+    with contextlib.suppress(Stopped):
+        for training in trainings:
+            row = _row(training, _train(emit, world, training, results, deadline))
+            emit((world, training, finite(row)))
 
 
-def _train(emit: Emit, world: int, training: Training) -> TrainingRun:
+def _train(
+    emit: Emit, world: int, training: Training, results: Results, deadline: float
+) -> TrainingRun:
     def on_step(step: int, loss: float) -> None:
         if step % _SHOWN_EVERY == 0:
             emit((world, training, step / training.steps))
 
-    contestant = training.contestant
+    contestant, task = training.contestant, _task(training.task)
     return train(
-        _task(training.task),
+        task,
         contestant.hook(training.steps),
         steps=training.steps,
         seed=training.seed,
@@ -102,6 +112,7 @@ def _train(emit: Emit, world: int, training: Training) -> TrainingRun:
         parallel=contestant.parallel,
         device=training.device,
         on_step=on_step,
+        progress=results.progress(training, task.source, deadline),
     )
 
 

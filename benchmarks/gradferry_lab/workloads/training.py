@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from gradferry import checkpoint
 from gradferry.averaging.handle import Averaging
 from gradferry.core.agreement import Record, odd_one
-from gradferry.errors import ConfigError, DivergedError
+from gradferry.errors import ConfigError, DivergedError, StateError
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from gradferry_lab.ranks.hosts import found_hosts
 from gradferry_lab.ranks.launch import gather_from_ranks
@@ -26,9 +31,50 @@ from gradferry_lab.workloads.task import Batch, Task, num_predictions
 
 FEWEST_STEPS = 3
 _WARMUP = 0.05  # of the steps: the learning rate rises, then falls as a cosine
+_SAVE_SECONDS = 60.0
 _UNTIMED_STEPS = 3  # the first steps build buckets and warm caches up
 
 OnStep = Callable[[int, float], None]  # steps done, this rank's training loss in nats
+
+
+class Stopped(Exception):  # noqa: N818
+    """A training was saved before it was finished, and goes on from there another time."""
+
+
+@dataclass
+class Progress:
+    """A training that is saved while it runs, every minute, and goes on from there.
+
+    Attributes:
+        folder: of a checkpoint of `gradferry.checkpoint`, in which each rank has its part.
+        settings: what the result depends on; what other settings have left is not taken up.
+        deadline: in seconds of `time.time`, when it stops.
+    """
+
+    folder: Path
+    settings: str
+    deadline: float = math.inf
+    _saved_at: float = field(default_factory=time.time)
+
+    def read(self) -> dict[str, Any] | None:
+        """What this rank has saved; None where ranks have not all saved something."""
+        try:
+            content = checkpoint.load(self.folder)
+        except StateError:  # nothing is there, or it is damaged
+            content = {}
+        has_it = {"has it": content.get("settings") == self.settings}
+        return content if all(each["has it"] for each in gather_from_ranks(has_it)) else None
+
+    def keep(self, training: Training) -> None:
+        """Saves it where that is due, after a step. Collective. Raises Stopped."""
+        now = time.time()
+        must = torch.tensor([now > self.deadline, now > self._saved_at + _SAVE_SECONDS])
+        dist.broadcast(must, 0)  # clocks are not read at the same moment
+        if must.any():
+            checkpoint.save(self.folder, {**training.content(), "settings": self.settings})
+            self._saved_at = now
+        if must[0]:
+            raise Stopped
 
 
 @dataclass
@@ -123,14 +169,15 @@ class Training:
         )
         self._is_sharded = mesh is not None
         self._place = place
-        self._batches = _batches(task, seed)
+        self._generator = torch.Generator().manual_seed(seed)
         initial = self._validate(self._trained.whole())
         self._run = _RankRun(initial, initial)
+        self._sent_before = 0  # bytes, of which the hook does not know
         self._trained.model.train()
 
     def step(self) -> float:
         """Trains one step; returns the loss of this rank's part of the batch, in nats."""
-        run, batch = self._run, on_device(self._place, next(self._batches))
+        run, batch = self._run, on_device(self._place, self._batch())
         started = time.perf_counter()
         self._optimizer.zero_grad()
         loss = self._task.mean_loss(self._trained.model, batch)
@@ -139,8 +186,53 @@ class Training:
         run.seconds.append(time.perf_counter() - started)
         self._schedule.step()
         run.losses.append(loss.item())
-        run.wire_bytes.append(self._handle.wire_bytes(len(run.losses)))
+        run.wire_bytes.append(self._sent_before + self._handle.wire_bytes(len(run.losses)))
         return run.losses[-1]
+
+    def _batch(self) -> Batch:
+        """This rank's share of the next global batch: samples rank, rank + W, ..."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        inputs, targets = self._task.draw(self._generator)
+        return inputs[rank::world_size], targets[rank::world_size]
+
+    @property
+    def steps_done(self) -> int:
+        """Those before it was saved, too."""
+        return len(self._run.losses)
+
+    def content(self) -> dict[str, Any]:
+        """All that `take_up` needs on this rank, in what ``torch.load`` takes with weights_only."""
+        state = self._handle.state
+        content: dict[str, Any] = {
+            "model": dict(self._trained.model.state_dict()),
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.state_dict(),
+            "hook": state and state.state_dict(),
+            "batches": self._generator.get_state(),
+            "run": asdict(self._run),
+        }
+        local: dict[str, Any] = pytree.tree_map_only(DTensor, DTensor.to_local, content)
+        return local
+
+    def take_up(self, content: dict[str, Any]) -> None:
+        """Goes on, to the bit, where a training like this one was when it gave `content`."""
+        for _ in range(2):  # in which DDP arranges its buckets
+            self.step()
+        model, optimizer = self._trained.model, self._optimizer
+        own = model.state_dict()
+        model.load_state_dict({name: _like(own[name], v) for name, v in content["model"].items()})
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        state = {
+            index: {name: _like(trained[index], value) for name, value in values.items()}
+            for index, values in content["optimizer"]["state"].items()
+        }
+        optimizer.load_state_dict({**content["optimizer"], "state": state})
+        self._schedule.load_state_dict(content["schedule"])
+        if self._handle.state is not None:
+            self._handle.state.load_state_dict(content["hook"])
+        self._generator.set_state(content["batches"])
+        self._run = _RankRun.of(content["run"])
+        self._sent_before = self._run.wire_bytes[-1] - self._handle.wire_bytes(self.steps_done)
 
     @property
     def state(self) -> Averaging | None:
@@ -196,21 +288,27 @@ def train(
     parallel: str = DDP,
     device: str = "cpu",
     on_step: OnStep | None = None,
+    progress: Progress | None = None,
 ) -> TrainingRun:
     """Trains `task` with `hook` on every rank of the default process group; call it on all.
 
     `optimizer` is one of OPTIMIZERS; its learning rate rises over the first 5 % of the steps, then
     falls as a cosine. `parallel` is one of PARALLEL; `device` is for `place_of_rank`. Returns the
-    same result on every rank. Raises ConfigError as check_size, mesh_for, parallelize and
-    make_optimizer do, DivergedError when ranks end with different parameters.
+    same result on every rank, and the same to the bit where `progress` goes on. Raises ConfigError
+    as check_size, mesh_for, parallelize and make_optimizer do, DivergedError when ranks end with
+    different parameters, Stopped at the deadline of `progress`.
     """
     training = Training(
         task, hook, steps=steps, seed=seed, optimizer=optimizer, parallel=parallel, device=device
     )
-    for step in range(1, steps + 1):
+    if progress and (content := progress.read()):
+        training.take_up(content)
+    for step in range(training.steps_done + 1, steps + 1):
         loss = training.step()
         if on_step:
             on_step(step, loss)
+        if progress and step < steps:
+            progress.keep(training)
     return training.finish()
 
 
@@ -236,13 +334,13 @@ def rate_at(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def _batches(task: Task, seed: int) -> Iterator[Batch]:
-    """This rank's share of every global batch: samples rank, rank + W, ..."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        inputs, targets = task.draw(generator)
-        yield inputs[rank::world_size], targets[rank::world_size]
+def _like(own: torch.Tensor, saved: Any) -> Any:
+    """What was saved of a rank, as its part of a sharded tensor where it is one of `own`."""
+    if not isinstance(own, DTensor) or getattr(saved, "shape", None) != own.to_local().shape:
+        return saved
+    return DTensor.from_local(
+        saved, own.device_mesh, own.placements, shape=own.shape, stride=own.stride()
+    )
 
 
 def _digest(model: nn.Module) -> int:
