@@ -2,7 +2,7 @@
 
 import sys
 
-from gradferry_lab.command import main
+from gradferry_lab.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())
