@@ -18,18 +18,17 @@ import torch
 import torch.distributed as dist
 from gradferry import _native
 from gradferry.core.agreement import most_of_ranks
-from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import make_config
 from gradferry.core.device import Transport, agreed_transport
 from gradferry.core.engine import start_engine
 from gradferry.core.nodes import AUTO, Nodes
-from gradferry.core.parameters import ParameterLayout
+from gradferry.core.parameters import describe_parameters
 from gradferry.ddp.trial import Clock
 from gradferry.diagnosis import TORCH_DTYPES
 
 from gradferry_lab.ranks.exchanges import exchange_among, with_exchanges
 from gradferry_lab.ranks.hosts import found_hosts
-from gradferry_lab.ranks.launch import Emit, gather_from_ranks
+from gradferry_lab.ranks.launch import Emit, default_group, gather_from_ranks
 from gradferry_lab.ranks.place import place_of_rank
 from gradferry_lab.workloads.hooks import all_reduce_bytes, phases_of
 
@@ -109,7 +108,7 @@ class _CodecCollective:
         self,
         name: str,
         exchange: str,
-        num_elements: int,
+        gradient: torch.Tensor,
         group: dist.ProcessGroup,
         transport: Transport,
         hosts: Nodes,
@@ -118,29 +117,15 @@ class _CodecCollective:
         self.name, self.exchange = name, exchange
         self.chosen = f"{name} {used.name}" if exchange == AUTO else None
         self._nodes = used.nodes
-        config = transport.adapted(make_config(name, {"seed": _SEED}))
         self._on_host = transport.on_host
-        codec = parse_codec(name)
-        residuals = config.residuals_of(codec) if dist.get_world_size() > 1 else (False, False)
-        self._layout = ParameterLayout(
-            name="gradient",
-            shape=(num_elements,),
-            strides=(1,),
-            dtype=torch.float32,
-            num_elements=num_elements,
-            is_complex=False,
-            codec=codec,
-            warmup=codec,
-            residuals=residuals,
+        options = {"seed": _SEED, "rules": [{"codec": name}]}  # however short it is
+        config = transport.adapted(make_config(name, options))
+        (self._layout,) = layouts = describe_parameters(
+            [("gradient", gradient)], config, exchanges=dist.get_world_size() > 1
         )
-        nonces = gather_from_ranks({"nonce": uuid.uuid4().hex})
+        nonce = str(gather_from_ranks({"nonce": uuid.uuid4().hex})[0]["nonce"])
         self._engine = start_engine(
-            config,
-            [self._layout],
-            group,
-            str(nonces[0]["nonce"]),
-            transport=transport,
-            nodes=self._nodes.members,
+            config, layouts, group, nonce, transport=transport, nodes=self._nodes.members
         )
 
     def run(self, gradient: torch.Tensor) -> None:
@@ -178,7 +163,7 @@ _Collective = _BackendCollective | _CodecCollective
 def compare_collectives(emit: Emit, options: CollectiveOptions) -> list[CollectiveOutcome]:
     """Runs on every rank; the outcomes are those of all. Emits what it is doing, as text."""
     place, own_group = place_of_rank(options.device)
-    group = own_group or _default_group()
+    group = own_group or default_group()
     transport = agreed_transport(place, group)
     hosts = found_hosts()
     outcomes = []
@@ -186,11 +171,6 @@ def compare_collectives(emit: Emit, options: CollectiveOptions) -> list[Collecti
         emit(f"{size:,} bytes")
         outcomes += _compare(options, size // 4, group, transport, hosts)
     return outcomes
-
-
-def _default_group() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def _compare(
@@ -211,7 +191,7 @@ def _compare(
         if exchange is None:
             collective = _BackendCollective(name, num_elements, group)
         else:
-            collective = _CodecCollective(name, exchange, num_elements, group, transport, hosts)
+            collective = _CodecCollective(name, exchange, buffer, group, transport, hosts)
         outcome = _first_run(collective, buffer, gradients, check=options.check)
         entries.append((collective, outcome))
     for collective, _ in entries:

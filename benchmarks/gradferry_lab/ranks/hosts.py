@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from gradferry.core.nodes import Nodes, found_nodes
 
-from gradferry_lab.ranks.launch import gather_from_ranks
+from gradferry_lab.ranks.launch import default_group, gather_from_ranks
 from gradferry_lab.ranks.network import sent_bytes
 
 LOOPBACK = "loopback"
@@ -22,9 +22,7 @@ def found_hosts() -> Nodes:
     """The hosts of the default group's ranks: a host is a network namespace of a machine. In the
     order of their lowest ranks. Collective.
     """
-    group = dist.group.WORLD
-    assert group is not None
-    return found_nodes(group, torch.device("cpu"))
+    return found_nodes(default_group(), torch.device("cpu"))
 
 
 def busiest_host(hosts: Nodes, by_rank: Sequence[int]) -> tuple[int, int]:

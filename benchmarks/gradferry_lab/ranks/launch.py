@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -48,11 +49,15 @@ def torchrun_placement() -> Placement | None:
     return Placement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
+def default_group() -> dist.ProcessGroup:
+    """Of all ranks, for a `Body`."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def gather_from_ranks(record: Record) -> list[Record]:
     """Every rank's record, in rank order: JSON, never pickled objects. Collective, for a `Body`."""
-    group = dist.group.WORLD
-    assert group is not None
-    return gather_records(record, group, torch.device("cpu"))
+    return gather_records(record, default_group(), torch.device("cpu"))
 
 
 def run_ranks(body: Body, arguments: Sequence[Any], num_ranks: int, on_event: Emit) -> Any:
@@ -96,8 +101,7 @@ def run_worlds(
                 far_end.close()
                 processes.append(process)
                 channels.append(channel)
-        results = _Watch(processes, channels, num_ranks, on_event).results()
-        return results[::num_ranks]
+        return _follow(processes, channels, num_ranks, on_event)[::num_ranks]
     finally:
         for started in processes:
             started.kill()
@@ -166,57 +170,43 @@ class Outbox:
         return min(found, key=lambda failure: failure.when).error() if found else None
 
 
-class _Watch:
-    """Follows the ranks of all worlds until all are done, or one has failed."""
-
-    def __init__(
-        self,
-        processes: list[BaseProcess],
-        channels: list[Connection],
-        num_ranks: int,
-        on_event: Emit,
-    ) -> None:
-        self._processes = processes
-        self._open = dict(zip(channels, range(len(channels)), strict=True))
-        self._num_ranks = num_ranks
-        self._on_event = on_event
-        self._results: dict[int, Any] = {}  # by process, as the failures
-        self._failures: dict[int, _Failure] = {}
-
-    def results(self) -> list[Any]:
-        while self._open and not self._failures:
-            self._receive(None)
-        deadline = time.monotonic() + _LAST_WORDS_S
-        while self._open and time.monotonic() < deadline:
-            self._receive(deadline - time.monotonic())
-        if self._failures:
-            raise min(self._failures.values(), key=lambda failure: failure.when).error()
-        return [self._results[number] for number in range(len(self._processes))]
-
-    def _receive(self, timeout_s: float | None) -> None:
-        for channel in cast("list[Connection]", wait(list(self._open), timeout_s)):
-            number = self._open[channel]
+def _follow(
+    processes: Sequence[BaseProcess],
+    channels: Sequence[Connection],
+    num_ranks: int,
+    on_event: Emit,
+) -> list[Any]:
+    """The values of the ranks of all worlds, once all are there. Raises the first failure."""
+    unheard = {channel: number for number, channel in enumerate(channels)}
+    results: dict[int, Any] = {}  # by process, as the failures
+    failures: dict[int, _Failure] = {}
+    deadline = math.inf
+    while unheard and (left := deadline - time.monotonic()) > 0:
+        for channel in cast("list[Connection]", wait(list(unheard), left if failures else None)):
+            number = unheard[channel]
             try:
                 kind, value = channel.recv()
             except (EOFError, ConnectionResetError):
-                del self._open[channel]
-                self._check_end(number)
-                continue
+                del unheard[channel]
+                if number in results or number in failures:
+                    continue
+                processes[number].join(_LAST_WORDS_S)
+                code = processes[number].exitcode or 0
+                how = (
+                    f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                )
+                kind = "failure"
+                value = _Failure(number % num_ranks, "", f"{how} before it was done", 0.0)
             if kind == "event":
-                self._on_event(value)
+                on_event(value)
             elif kind == "result":
-                self._results[number] = value
+                results[number] = value
             else:
-                self._failures[number] = value
-
-    def _check_end(self, number: int) -> None:
-        if number in self._results or number in self._failures:
-            return
-        self._processes[number].join(_LAST_WORDS_S)
-        code = self._processes[number].exitcode or 0
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        rank = number % self._num_ranks
-        self._failures[number] = _Failure(rank, "", f"{how} before it was done", 0.0)
+                failures[number] = value
+                deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
+    if failures:
+        raise min(failures.values(), key=lambda failure: failure.when).error()
+    return [results[number] for number in range(len(processes))]
 
 
 def _rank_main(
@@ -236,7 +226,7 @@ def _rank_main(
             timeout=_GROUP_TIMEOUT,
         )
         is_first = place.rank == 0
-        emit = (lambda event: channel.send(("event", event))) if is_first else _ignore
+        emit = (lambda event: channel.send(("event", event))) if is_first else lambda _: None
         value = body(emit, *arguments)
         channel.send(("result", value if is_first else None))
         dist.destroy_process_group()
@@ -244,10 +234,6 @@ def _rank_main(
         with contextlib.suppress(OSError):
             channel.send(("failure", _describe(place.rank, error)))
         os._exit(1)
-
-
-def _ignore(event: Any) -> None:
-    pass
 
 
 def _describe(rank: int, error: Exception) -> _Failure:
@@ -269,7 +255,7 @@ def _run_here(body: Body, arguments: Sequence[Any], on_event: Emit) -> Any:
     dist.init_process_group("gloo", timeout=_GROUP_TIMEOUT)
     try:
         is_first = dist.get_rank() == 0
-        value = body(on_event if is_first else _ignore, *arguments)
+        value = body(on_event if is_first else lambda _: None, *arguments)
         return value if is_first else None
     except Exception as error:
         outbox = Outbox.of_this_rank()

@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO
@@ -42,14 +41,6 @@ _WAIT_FOR_LINK = 'echo >&0 && read -r _ && exec "$@" </dev/null'
 _LAST_WORDS_S = 10.0  # after one host has failed, how long the others may go on
 
 
-@dataclass(frozen=True)
-class Link:
-    """The link between two hosts. `bits_per_second` is None if nothing limits the rate."""
-
-    name: str
-    bits_per_second: float | None
-
-
 def parse_rate(flag: str, text: str, others: str = "") -> float:
     """Bits per second of the option `flag`: `100mbit`, `2.5gbit`, `1Gb/s`. Raises ConfigError.
 
@@ -61,12 +52,10 @@ def parse_rate(flag: str, text: str, others: str = "") -> float:
     return float(match[1]) * _UNITS[match[2].lower()]
 
 
-def parse_link(text: str) -> Link:
-    """Parses a rate, or `unshaped`. Raises ConfigError."""
-    if text == UNSHAPED:
-        return Link(text, None)
+def parse_link(text: str) -> float | None:
+    """Bits per second of a link between hosts; None: `unshaped`. Raises ConfigError."""
     others = ", 'unshaped' for a link without a limit, or 'loopback' for none"
-    return Link(text, parse_rate("--link", text, others))
+    return None if text == UNSHAPED else parse_rate("--link", text, others)
 
 
 def sent_bytes(device: str) -> int | None:
@@ -106,16 +95,17 @@ class Network:
     """
 
     def __init__(
-        self, link: Link, commands: Sequence[Sequence[str]], stderr: IO[str] | None = None
+        self, rate: float | None, commands: Sequence[Sequence[str]], stderr: IO[str] | None = None
     ) -> None:
         """Makes one host per command; the commands start once all hosts are joined.
 
+        rate: of `parse_link`.
         stderr: where their standard error goes; None: where this process's goes.
 
         Raises ConfigError as check_network does, PeerError when a tool fails.
         """
         check_network(len(commands))
-        self._link = link
+        self._rate = rate
         self._stderr = stderr
         self._all: list[_Host] = []
         try:
@@ -177,10 +167,9 @@ class Network:
             self._bring_up(switch, port)
 
     def _bring_up(self, host: _Host, device: str) -> None:
-        if self._link.bits_per_second is not None:
-            rate = self._link.bits_per_second
-            burst = max(_LEAST_BURST, round(rate / 8 * _BURST_SECONDS))
-            shape = ("rate", f"{rate:.0f}bit", "burst", str(burst), "latency", _QUEUE)
+        if self._rate is not None:
+            burst = max(_LEAST_BURST, round(self._rate / 8 * _BURST_SECONDS))
+            shape = ("rate", f"{self._rate:.0f}bit", "burst", str(burst), "latency", _QUEUE)
             host.run("tc", "qdisc", "add", "dev", device, "root", "tbf", *shape)
         host.run("ip", "link", "set", device, "up")
 

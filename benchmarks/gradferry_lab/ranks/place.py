@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from gradferry_lab.ranks.launch import gather_from_ranks
 
@@ -50,10 +50,4 @@ def gpu_of_rank(rank: int) -> torch.device:
 
 def on_device(device: torch.device, batch: Any) -> Any:
     """The tensors of a batch on a device."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device)
-    if isinstance(batch, dict):
-        return {key: on_device(device, value) for key, value in batch.items()}
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return tuple(on_device(device, value) for value in batch)
-    return batch
+    return pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), batch)
