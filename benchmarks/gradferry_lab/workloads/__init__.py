@@ -9,10 +9,9 @@ from gradferry.core.names import closest
 from gradferry.errors import ConfigError
 
 from gradferry_lab.workloads.convex import load_convex
-from gradferry_lab.workloads.digits import load_digits
 from gradferry_lab.workloads.task import Task
 from gradferry_lab.workloads.text import TEN_MILLION, TINY, load_text
-from gradferry_lab.workloads.vision import load_tiny_vision
+from gradferry_lab.workloads.vision import load_digits, load_tiny_vision
 
 TASKS: dict[str, Callable[[], Task]] = {
     "text": load_text,

@@ -22,20 +22,14 @@ _DATA_SEED = 0
 _DISAGREEMENT = 0.05  # size of a worker's own weights against the shared ones
 
 
-class LinearModel(nn.Module):
+def linear_model() -> nn.Module:
     """Float (batch, 64) in, float (batch, 256) out; weights (256, 64), no bias.
 
     Weights start about as far from the optimum as zero weights, in random directions.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(_INPUTS, _OUTPUTS, bias=False)
-        nn.init.normal_(self.linear.weight, std=(_INPUTS * _OUTPUTS) ** -0.5)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.linear(inputs)
-        return outputs
+    linear = nn.Linear(_INPUTS, _OUTPUTS, bias=False)
+    nn.init.normal_(linear.weight, std=(_INPUTS * _OUTPUTS) ** -0.5)
+    return linear
 
 
 def load_convex() -> Task:
@@ -50,7 +44,7 @@ def load_convex() -> Task:
         default_steps=2000,
         learning_rate=1e-3,
         sgd_learning_rate=1e-3,
-        build_model=LinearModel,
+        build_model=linear_model,
         draw=lambda generator: problem,
         validation=[gap_batch(problem)],
         loss=squared_error,

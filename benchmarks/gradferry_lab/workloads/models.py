@@ -82,15 +82,10 @@ def _load_users(name: str) -> Workload:
     function = _find_function(name)
 
     def make() -> tuple[nn.Module, Callable[[], Any]]:
-        made = function()
-        if (
-            not isinstance(made, tuple)
-            or len(made) != 2
-            or not isinstance(made[0], nn.Module)
-            or not callable(made[1])
-        ):
-            raise ConfigError(f"--model {name} returned {made!r}; it must be (model, batch_fn)")
-        return made
+        match made := function():
+            case (nn.Module() as model, batch_fn) if callable(batch_fn):
+                return model, batch_fn
+        raise ConfigError(f"--model {name} returned {made!r}; it must be (model, batch_fn)")
 
     _, batch_fn = make()
     return Workload(

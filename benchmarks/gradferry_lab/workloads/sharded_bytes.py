@@ -115,18 +115,15 @@ def choice_of(hook: str, modules: Modules, *, averages: bool) -> Choice:
 
 @dataclass(frozen=True)
 class MatrixModule:
-    """A module of one matrix, in place of one of FSDP2's where there is no model."""
+    """A module of one matrix, in place of one of FSDP2's where there is no model. All has the
+    meaning that it has in a ShardedModule.
+    """
 
-    elements: int  # of one rank's shard
+    num_elements: int  # of one rank's shard
     dtype: torch.dtype | None = None  # in which it is gathered; None: fp32
     ranks: int = 2
     name: str = "matrix"
     device: torch.device = _CPU
-
-    @property
-    def num_elements(self) -> int:
-        """Has the meaning that it has in a ShardedModule, like all below."""
-        return self.elements
 
     @property
     def shard_group(self) -> SimpleNamespace:
@@ -141,8 +138,8 @@ class MatrixModule:
         return [self._shard(self.dtype or torch.float32)]
 
     def _shard(self, dtype: torch.dtype) -> Shard:
-        whole = nn.Parameter(torch.empty(self.elements * self.ranks, device="meta"))
-        return Shard(self.name, whole, torch.Size((1, self.elements)), dtype)
+        whole = nn.Parameter(torch.empty(self.num_elements * self.ranks, device="meta"))
+        return Shard(self.name, whole, torch.Size((1, self.num_elements)), dtype)
 
     def order(self) -> list[int]:
         return [0]

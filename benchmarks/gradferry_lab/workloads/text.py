@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,9 +123,21 @@ def _from_zero(linear: nn.Linear) -> nn.Linear:
 
 def load_text(size: TextSize = SMALL, name: str = "text") -> Task:
     """A transformer of that size on the corpus. Raises ConfigError as `source_files` does."""
-    files = source_files()
-    training, held_out = (_as_tensor(part) for part in _split(files))
+    files, last = source_files(), _VALIDATION_FILES - 1
+    kept = files[last::_VALIDATION_FILES]
+    others = [file for i, file in enumerate(files) if i % _VALIDATION_FILES != last]
+    training, held_out = (
+        torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in (others, kept)
+    )
     megabytes = (len(training) + len(held_out)) / 1e6
+    # Windows at equal distances.
+    starts = torch.linspace(0, len(held_out) - size.context - 1, size.validation_windows).long()
+
+    def draw(generator: torch.Generator) -> Batch:
+        last = len(training) - size.context
+        starts = torch.randint(last, (size.global_batch,), generator=generator)
+        return _windows(training, starts, size.context)
+
     return Task(
         name=name,
         source=f"{len(files)} source files ({megabytes:.1f} MB) of sympy {SYMPY_VERSION}",
@@ -136,35 +147,12 @@ def load_text(size: TextSize = SMALL, name: str = "text") -> Task:
         learning_rate=size.learning_rate,
         sgd_learning_rate=0.025,
         build_model=lambda: Transformer(size),
-        draw=lambda generator: _draw(training, size, generator),
-        validation=_validation_batches(held_out, size),
+        draw=draw,
+        validation=in_batches(*_windows(held_out, starts, size.context), _VALIDATION_BATCH),
     )
-
-
-def _split(files: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Files to train on, and those that are kept for validation."""
-    last = _VALIDATION_FILES - 1
-    training = [file for i, file in enumerate(files) if i % _VALIDATION_FILES != last]
-    return training, list(files[last::_VALIDATION_FILES])
-
-
-def _as_tensor(files: Iterable[bytes]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8)
 
 
 def _windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> Batch:
     """Inputs and targets, int64 (number of starts, context): a target is what follows."""
     windows = text[starts[:, None] + torch.arange(context + 1)].long()
     return windows[:, :-1], windows[:, 1:]
-
-
-def _draw(text: torch.Tensor, size: TextSize, generator: torch.Generator) -> Batch:
-    """Windows of a text, for one step."""
-    starts = torch.randint(len(text) - size.context, (size.global_batch,), generator=generator)
-    return _windows(text, starts, size.context)
-
-
-def _validation_batches(text: torch.Tensor, size: TextSize) -> list[Batch]:
-    """Windows of a text at equal distances."""
-    starts = torch.linspace(0, len(text) - size.context - 1, size.validation_windows).long()
-    return in_batches(*_windows(text, starts, size.context), _VALIDATION_BATCH)

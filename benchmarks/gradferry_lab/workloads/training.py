@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gradferry import checkpoint
-from gradferry.averaging.handle import Averaging
 from gradferry.core.agreement import Record, odd_one
 from gradferry.errors import ConfigError, DivergedError, StateError
 from torch import nn
@@ -234,15 +233,6 @@ class Training:
         self._run = _RankRun.of(content["run"])
         self._sent_before = self._run.wire_bytes[-1] - self._handle.wire_bytes(self.steps_done)
 
-    @property
-    def state(self) -> Averaging | None:
-        """The state of a gradferry hook; None of other hooks."""
-        return self._handle.state
-
-    def validate_as_gathered(self) -> Sums:
-        """Validates a sharded model on this rank's share, with parameters as FSDP2 gathers them."""
-        return self._validate(self._trained.model, together=True)
-
     def finish(self) -> TrainingRun:
         """Validates, and returns the results of all ranks, the same on each. Raises DivergedError
         when ranks end with different parameters.
@@ -251,8 +241,8 @@ class Training:
         run.formula_bytes = self._handle.formula_bytes()
         model = self._trained.whole()
         run.final = self._validate(model)
-        if self._is_sharded:
-            run.gathered = self.validate_as_gathered()
+        if self._is_sharded:  # also with parameters as FSDP2 gathers them
+            run.gathered = self._validate(self._trained.model, together=True)
         run.parameters_digest = _digest(model)
         ranks = [_RankRun.of(record) for record in gather_from_ranks(asdict(run))]
         return _combine(self._handle, ranks)
