@@ -107,9 +107,6 @@ def run(arguments: argparse.Namespace) -> int:
         print_line(console, f"Loss against {against}: {picture}")
         console.print()
         print_table(console, demo_table(rows, waited))
-        if verdict := _verdict(rows):
-            console.print()
-            print_line(console, verdict)
         save_rows(console, arguments.json, rows, results_of="demo")
         return 0
 
@@ -210,11 +207,19 @@ def _row(task: Task, run: TrainingRun, steps: int, seed: int, link: str) -> dict
 
 def demo_table(rows: Sequence[Row], waited: float = 0.0) -> Table:
     """The demo's rows. waited: share of their time that threads waited for a processor."""
-    task, plain, first = load_task(rows[0]["task"]), _plain_ddp(rows), rows[0]
+    task, first = load_task(rows[0]["task"]), rows[0]
+    plain = [row["final_loss"] for row in rows if row["hook"] == PLAIN_DDP]
+
+    def name(row: Row) -> str:
+        return f"{row['hook']} (plain DDP)" if row["hook"] == PLAIN_DDP else str(row["hook"])
+
+    def against(row: Row) -> str:
+        return f"{100 * (row['final_loss'] / plain[0] - 1):+.2f} %" if plain else "-"
+
     columns = [
-        Column("hook", _name, is_number=False),
+        Column("hook", name, is_number=False),
         Column("final\nloss", lambda row: f"{row['final_loss']:.4f}"),
-        Column("against\nplain DDP", lambda row: _against(row, plain)),
+        Column("against\nplain DDP", against),
         Column(
             "bytes sent\nper step ",
             lambda row: marked(row["wire_bytes_per_step"], row["wire_bytes_measured"]),
@@ -232,20 +237,8 @@ def demo_table(rows: Sequence[Row], waited: float = 0.0) -> Table:
     )
 
 
-def _plain_ddp(rows: Sequence[Row]) -> Row | None:
-    return next((row for row in rows if row["hook"] == PLAIN_DDP), None)
-
-
 def _has_times(rows: Sequence[Row]) -> bool:
     return bool(rows[0]["link"] != LOOPBACK)
-
-
-def _name(row: Row) -> str:
-    return f"{row['hook']} (plain DDP)" if row["hook"] == PLAIN_DDP else str(row["hook"])
-
-
-def _against(row: Row, plain: Row | None) -> str:
-    return "-" if plain is None else f"{100 * (row['final_loss'] / plain['final_loss'] - 1):+.2f} %"
 
 
 def _notes(task: Task, rows: Sequence[Row], waited: float) -> list[str]:
@@ -262,42 +255,13 @@ def _notes(task: Task, rows: Sequence[Row], waited: float) -> list[str]:
     if not all(row["wire_bytes_measured"] for row in rows):
         notes.append("* computed for a ring all-reduce: PyTorch does not count what it sends.")
     if _has_times(rows):
-        notes += busy_notes(waited, "before the first step")
-    if not _has_times(rows):
-        needs = ", ".join(f"{row['hook']} {_wire_ms(row):.1f} ms" for row in rows)
-        notes.append(
-            f"Times are left out: ranks met over loopback, which is faster than any network. As "
-            f"root (docker: --privileged) the demo makes a link of {_LINK} and shows them. For "
-            f"these bytes alone 1 Gb/s needs in each step: {needs}."
-        )
+        return notes + busy_notes(waited, "before the first step")
+    needs = ", ".join(
+        f"{row['hook']} {8e3 * row['wire_bytes_per_step'] / _GIGABIT:.1f} ms" for row in rows
+    )
+    notes.append(
+        f"Times are left out: ranks met over loopback, which is faster than any network. As root "
+        f"(docker: --privileged) the demo makes a link of {_LINK} and shows them. For these bytes "
+        f"alone 1 Gb/s needs in each step: {needs}."
+    )
     return notes
-
-
-def _verdict(rows: Sequence[Row]) -> str:
-    """What every codec that saves bytes changed, a sentence each. Empty without plain DDP to
-    compare with.
-    """
-    plain = _plain_ddp(rows)
-    if plain is None:
-        return ""
-    sentences = []
-    for row in rows:
-        if row["hook"].startswith("torch:") or (row["ratio"] or 0.0) <= 1:
-            continue
-        parts = [f"{row['hook']} sends {row['ratio']:.1f} times fewer bytes than plain DDP"]
-        if _has_times(rows):
-            parts.append(
-                f"a step takes {row['ms_per_step']:.0f} ms instead of {plain['ms_per_step']:.0f}"
-            )
-        parts.append(f"the loss ends {_apart(row, plain)} plain DDP's")
-        sentences.append(f"{', '.join(parts[:-1])}, and {parts[-1]}.")
-    return " ".join(sentences)
-
-
-def _apart(row: Row, plain: Row) -> str:
-    share = row["final_loss"] / plain["final_loss"] - 1
-    return f"{100 * abs(share):.2f} % {'below' if share < 0 else 'above'}"
-
-
-def _wire_ms(row: Row) -> float:
-    return 1000 * 8 * int(row["wire_bytes_per_step"]) / _GIGABIT
