@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradferry import _native
 from gradferry.errors import ConfigError
 
 _COUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -97,15 +98,31 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_several(
+    parser: argparse.ArgumentParser, flag: str, default: Sequence[Any], metavar: str, what: str
+) -> None:
+    """Declares an option of one value or more, which are of the type of the default ones."""
+    shown = (each if isinstance(each, str) else f"{each:g}" for each in default)
+    parser.add_argument(
+        flag,
+        nargs="+",
+        type=type(default[0]),
+        default=list(default),
+        metavar=metavar,
+        help=f"{what} (default: {' '.join(shown)})",
+    )
+
+
+def add_codecs(parser: argparse.ArgumentParser, beside: str = "") -> None:
+    """Declares --codecs. `beside`: what is compared with them."""
+    names = [str(codec["name"]) for codec in _native.codecs()]
+    what = f"codecs as listed by `gradferry info`{beside}"
+    add_several(parser, "--codecs", names, "CODEC", what)
+
+
 def add_hooks(parser: argparse.ArgumentParser, default: Sequence[str], what: str) -> None:
     """Declares --hooks. `what`: which there are, and how they are written."""
-    parser.add_argument(
-        "--hooks",
-        nargs="+",
-        default=list(default),
-        metavar="HOOK",
-        help=f"{what} (default: {' '.join(default)})",
-    )
+    add_several(parser, "--hooks", default, "HOOK", what)
 
 
 def apply_smoke(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
@@ -126,13 +143,13 @@ def refuse(arguments: argparse.Namespace, options: Iterable[str], why: str) -> N
             raise ConfigError(f"{given[option]} means nothing {why}; leave it out")
 
 
-def require_at_least_one(arguments: argparse.Namespace, *options: str) -> None:
+def require_at_least(least: int, arguments: argparse.Namespace, *options: str) -> None:
     """Options whose value, or each of whose values, counts something."""
     for option in options:
         value = getattr(arguments, option)
         for count in value if isinstance(value, list) else [value]:
-            if count < 1:
-                raise ConfigError(f"--{option.replace('_', '-')}: {count} must be at least 1")
+            if count < least:
+                raise ConfigError(f"--{option.replace('_', '-')}: {count} must be at least {least}")
 
 
 def require_between(flag: str, value: float, least: float, most: float) -> None:

@@ -17,7 +17,7 @@ REFUSED = [
     ("bench codec --sizes-mb 8 0", "--sizes-mb: 0 must be more than 0"),
     ("bench collective --codecs q5", "q5"),
     ("bench collective --codecs q4 auto", "auto"),
-    ("bench collective -f 1", "-f 1"),
+    ("bench collective -f 1", "--stepfactor: 1 must be at least 2"),
     ("bench collective --ranks 0", "--ranks"),
     ("bench collective --smoke -n3", f"-n {BY_SMOKE}"),
     ("bench train --hooks q4+momentun=0.9", "did you mean 'momentum'"),

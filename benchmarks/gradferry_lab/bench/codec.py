@@ -21,7 +21,7 @@ from rich.console import Console
 from gradferry_lab import flags
 from gradferry_lab.bench.device_clock import Pass, TimedDevice, find_gpu
 from gradferry_lab.output.json_file import environment, occasion, save_rows
-from gradferry_lab.output.table import Column, Table, print_table
+from gradferry_lab.output.table import Column, Table, number, print_table
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FEWEST_BUFFERS = 4
@@ -64,25 +64,12 @@ class _Buffers:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `gradferry bench codec`."""
-    names = [codec["name"] for codec in _native.codecs()]
-    parser.add_argument(
-        "--codecs",
-        nargs="+",
-        default=names,
-        metavar="CODEC",
-        help=f"codecs as listed by `gradferry info` (default: {' '.join(names)})",
-    )
+    flags.add_codecs(parser)
     parser.add_argument(
         "--device", default="cuda", metavar="DEVICE", help="the GPU, as in cuda:1 (default: cuda)"
     )
-    parser.add_argument(
-        "--sizes-mb",
-        nargs="+",
-        type=float,
-        default=[1.0, 8.0, 25.0, 100.0],
-        metavar="MB",
-        help="sizes of the gradient, in units of 2^20 bytes (default: 1 8 25 100)",
-    )
+    sizes, what = [1.0, 8.0, 25.0, 100.0], "sizes of the gradient, in units of 2^20 bytes"
+    flags.add_several(parser, "--sizes-mb", sizes, "MB", what)
     parser.add_argument(
         "--dtypes",
         nargs="+",
@@ -90,14 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["float32"],
         help="dtypes of the gradient (default: float32)",
     )
-    parser.add_argument(
-        "--world-sizes",
-        nargs="+",
-        type=int,
-        default=[2, 8],
-        metavar="W",
-        help="payloads that `reduce` sums, a row each (default: 2 8)",
-    )
+    what = "payloads that `reduce` sums, a row each"
+    flags.add_several(parser, "--world-sizes", [2, 8], "W", what)
     parser.add_argument(
         "--rounds",
         type=int,
@@ -112,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures and reports. 1 when a result was wrong, else 0; ConfigError for a wrong option."""
     flags.require_more_than_zero("--sizes-mb", arguments.sizes_mb)
-    flags.require_at_least_one(arguments, "world_sizes", "rounds")
+    flags.require_at_least(1, arguments, "world_sizes", "rounds")
     options = DeviceOptions(
         codecs=[_native.canonical_codec(codec) for codec in arguments.codecs],
         dtypes=[_DTYPES[name] for name in arguments.dtypes],
@@ -141,9 +122,17 @@ def measure(
             wrong = wrong_bytes(name, dtype, timed.device)
             for size_mb in options.sizes_mb:
                 for misaligned in (False, True):
+                    case = {
+                        "codec": name,
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "device": timed.device.type,
+                        "size_mb": size_mb,
+                        "misaligned": misaligned,
+                        "wrong": wrong,
+                    }
                     place = "misaligned" if misaligned else "aligned"
                     on_case(f"{name}, {dtype}, {size_mb:g} MB, {place}")
-                    yield from _time_codec(options, timed, name, dtype, size_mb, misaligned, wrong)
+                    yield from _time_codec(case, dtype, options, timed)
 
 
 def wrong_bytes(name: str, dtype: torch.dtype, place: torch.device) -> int:
@@ -176,34 +165,21 @@ def _payload(message: torch.Tensor) -> torch.Tensor:
 
 
 def _time_codec(
-    options: DeviceOptions,
-    timed: TimedDevice,
-    name: str,
-    dtype: torch.dtype,
-    size_mb: float,
-    misaligned: bool,
-    wrong: int,
+    case: Row, dtype: torch.dtype, options: DeviceOptions, timed: TimedDevice
 ) -> Iterator[Row]:
-    num_elements = max(1, int(size_mb * 2**20) // dtype.itemsize)
+    """A row of every operation, which begins with what all of the case begin with."""
+    num_elements = max(1, int(case["size_mb"] * 2**20) // dtype.itemsize)
     gradient = _gaussian(num_elements, dtype).to(timed.device)
-    ranks = max([1, *options.world_sizes])
+    new = partial(
+        _Buffers, case["codec"], gradient, case["misaligned"], max([1, *options.world_sizes])
+    )
     # So many that, by the turn of one, the cache holds none of it.
-    sets = [_Buffers(name, gradient, misaligned, ranks)]
+    sets = [new()]
     count = num_buffers(gradient.nbytes + sets[0].codec.worker_bytes, timed.cache_bytes)
-    sets += [_Buffers(name, gradient, misaligned, ranks) for _ in range(count - 1)]
+    sets += [new() for _ in range(count - 1)]
     for op, world_size, moved, payload_bytes, work in _operations(sets[0], options.world_sizes):
-        row: Row = {
-            "codec": name,
-            "dtype": str(dtype).removeprefix("torch."),
-            "device": timed.device.type,
-            "size_mb": size_mb,
-            "num_elements": num_elements,
-            "misaligned": misaligned,
-            "wrong": wrong,
-            "op": op,
-            "world_size": world_size,
-        }
-        if wrong == 0:
+        row = {**case, "num_elements": num_elements, "op": op, "world_size": world_size}
+        if case["wrong"] == 0:
             passes: list[Pass] = [partial(work, buffers) for buffers in sets]
             row |= _compare_with_copy(passes, moved, timed, options.rounds)
             row["bytes_per_element"] = moved / num_elements
@@ -286,7 +262,7 @@ def codec_table(rows: Sequence[Mapping[str, Any]], name: str) -> Table:
     """Rows of `measure`, with the columns explained below. `name`: of the device."""
 
     def figure(key: str, form: str) -> Callable[[Mapping[str, Any]], str]:
-        return lambda row: format(row[key], form) if key in row else "-"
+        return lambda row: number(row.get(key), form)
 
     columns = (
         Column("codec", lambda row: str(row["codec"]), is_number=False),

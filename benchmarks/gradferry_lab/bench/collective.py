@@ -34,11 +34,7 @@ from gradferry_lab.output.paired import (
 from gradferry_lab.output.progress import StatusLine
 from gradferry_lab.output.table import Column, Row, Table, marked, number, print_table
 from gradferry_lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
-from gradferry_lab.ranks.exchanges import (
-    add_exchange,
-    chosen_columns,
-    exchange_columns,
-)
+from gradferry_lab.ranks.exchanges import add_exchange, exchange_columns
 from gradferry_lab.ranks.hosts import Where, ranks_text
 from gradferry_lab.ranks.place import add_device
 from gradferry_lab.workloads.hooks import all_reduce_bytes
@@ -62,15 +58,7 @@ _ERROR = "rel.err: |result - exact mean| / |exact mean| in the first turn."
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `gradferry bench collective`."""
-    names = [str(codec["name"]) for codec in _native.codecs()]
-    parser.add_argument(
-        "--codecs",
-        nargs="+",
-        default=names,
-        metavar="CODEC",
-        help=f"codecs as listed by `gradferry info`, beside {' '.join(TORCH_DTYPES)} (default: "
-        f"{' '.join(names)})",
-    )
+    flags.add_codecs(parser, f", beside {' '.join(TORCH_DTYPES)}")
     parser.add_argument(
         "-b", "--minbytes", default="256K", metavar="SIZE", help="smallest size (default: 256K)"
     )
@@ -133,10 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 1 if any(row["wrong"] for row in rows) else 0
 
     with StatusLine(console) as status:
-        body_arguments = (options,)
-        return run_everywhere(
-            arguments, compare_collectives, body_arguments, status, status.closing(report)
-        )
+        closing = status.closing(report)
+        return run_everywhere(arguments, compare_collectives, (options,), status, closing)
 
 
 def _options(arguments: argparse.Namespace) -> CollectiveOptions:
@@ -145,13 +131,9 @@ def _options(arguments: argparse.Namespace) -> CollectiveOptions:
     largest = parse_size("-e", arguments.maxbytes)
     if largest < smallest:
         raise ConfigError(f"-e {arguments.maxbytes} is less than -b {arguments.minbytes}")
-    for flag, value, least in (
-        ("-f", arguments.stepfactor, 2),
-        ("-n", arguments.iters, 1),
-        ("-w", arguments.warmup_iters, 0),
-    ):
-        if value < least:
-            raise ConfigError(f"{flag} {value}: must be at least {least}")
+    flags.require_at_least(2, arguments, "stepfactor")
+    flags.require_at_least(1, arguments, "iters")
+    flags.require_at_least(0, arguments, "warmup_iters")
     sizes = [smallest]
     while sizes[-1] * arguments.stepfactor <= largest:
         sizes.append(sizes[-1] * arguments.stepfactor)
@@ -240,7 +222,6 @@ def collective_table(rows: Sequence[Row]) -> Table:
         Column("type", lambda row: str(row["type"]), detail=8),
         Column("codec", lambda row: str(row["codec"]), is_number=False),
         *exchange_columns(rows),
-        *chosen_columns(rows),
         Column("time\n(us)", lambda row: f"{row['time']:.1f}"),
         Column(
             "algbw\n(GB/s)", lambda row: f"{row['algbw']:.3f}", detail=5, note="algbw: size / time."

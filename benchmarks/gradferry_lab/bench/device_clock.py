@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -88,12 +89,9 @@ def environment_on(device: str) -> dict[str, Any]:
     return {**environment(), **occasion(), **gpu}
 
 
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 def _seconds_by_events(passes: Sequence[Pass]) -> list[float]:
-    marks = [_timing_event() for _ in range(len(passes) + 1)]
+    new_event = partial(torch.cuda.Event, enable_timing=True)
+    marks = [new_event() for _ in range(len(passes) + 1)]
     torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
     marks[0].record()
     for work, mark in zip(passes, marks[1:], strict=True):

@@ -33,11 +33,7 @@ from gradferry_lab.output.paired import (
 from gradferry_lab.output.progress import StatusLine
 from gradferry_lab.output.table import Column, Row, Table, marked, number, print_table
 from gradferry_lab.ranks.everywhere import add_rank_arguments, check_ranks, run_everywhere
-from gradferry_lab.ranks.exchanges import (
-    add_exchange,
-    chosen_columns,
-    exchange_columns,
-)
+from gradferry_lab.ranks.exchanges import add_exchange, exchange_columns
 from gradferry_lab.ranks.hosts import Where, ranks_text
 from gradferry_lab.ranks.place import add_device
 from gradferry_lab.workloads.hooks import (
@@ -99,15 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_rank_arguments(parser)
     add_exchange(parser)
-    parser.add_argument(
-        "--bucket-caps",
-        nargs="+",
-        type=float,
-        default=[4.0, 10.0, 25.0],
-        metavar="MB",
-        help="DDP's bucket_cap_mb: every hook is tried with each, and compared at its fastest "
-        "(default: 4 10 25)",
-    )
+    what = "DDP's bucket_cap_mb: every hook is tried with each, and compared at its fastest"
+    flags.add_several(parser, "--bucket-caps", [4.0, 10.0, 25.0], "MB", what)
     parser.add_argument("--rounds", type=int, default=20, help="turns of every hook (default: 20)")
     parser.add_argument("--steps", type=int, default=3, help="steps in a turn (default: 3)")
     flags.add_seed(parser)
@@ -145,7 +134,7 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
         check_parallel(arguments.parallel, hook)
     _check_sharding(arguments)
     check_model(arguments.model)
-    flags.require_at_least_one(arguments, "rounds", "steps")
+    flags.require_at_least(1, arguments, "rounds", "steps")
     flags.require_more_than_zero("--bucket-caps", arguments.bucket_caps)
     return TrainOptions(
         model=arguments.model,
@@ -204,8 +193,7 @@ def train_rows(
                 "hook": outcome.hook,
                 "exchange": outcome.exchange,
                 "chosen": outcome.chosen,
-                "link": where.link,
-                "ranks": where.ranks,
+                **where._asdict(),
                 "bucket_cap_mb": outcome.bucket_cap_mb,
                 "ms_median": median(outcome.round_ms),
                 "ms_min": min(outcome.round_ms),
@@ -220,8 +208,6 @@ def train_rows(
                 "wire_bytes_formula": outcome.wire_formula,
                 "interface_bytes": outcome.interface_bytes,
                 "interface_bytes_formula": outcome.interface_formula,
-                "hosts": where.hosts,
-                "ranks_per_host": where.ranks_per_host,
                 **{phase: outcome.phase_ms.get(phase) for phase in PHASES},
                 "model": options.model,
                 "device": options.device,
@@ -247,7 +233,6 @@ def train_table(rows: Sequence[Row]) -> Table:
     columns = [
         Column("hook", lambda row: str(row["hook"]), is_number=False),
         *exchange_columns(rows),
-        *chosen_columns(rows),
         Column("bucket\nMB", lambda row: number(row["bucket_cap_mb"], "g"), detail=5),
         Column("ms per\nstep", lambda row: f"{row['ms_median']:.1f}"),
         Column("(min)", lambda row: f"{row['ms_min']:.1f}", detail=6),

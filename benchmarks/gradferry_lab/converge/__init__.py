@@ -17,7 +17,7 @@ from rich.console import Console
 
 from gradferry_lab import flags
 from gradferry_lab.converge.results import Results
-from gradferry_lab.converge.suite import SUITES, Suite, Training, select
+from gradferry_lab.converge.suite import SUITES, Suite, select
 from gradferry_lab.converge.tables import (
     broken_demands,
     judge,
@@ -25,7 +25,7 @@ from gradferry_lab.converge.tables import (
     write_markdown,
 )
 from gradferry_lab.converge.worlds import run_trainings
-from gradferry_lab.output.json_file import environment, occasion, read_json, write_json
+from gradferry_lab.output.json_file import environment, occasion, read_json, save_rows
 from gradferry_lab.output.progress import StatusLine
 from gradferry_lab.output.table import print_line, print_table
 from gradferry_lab.ranks.place import add_device
@@ -111,16 +111,11 @@ def run(arguments: argparse.Namespace) -> int:
     for outcome in outcomes:
         console.print()
         print_table(console, table_of(suite, outcome), wide=arguments.wide)
-    written = []
-    if arguments.json:
-        write_json(arguments.json, rows, place, results_of="converge")
-        written.append(arguments.json)
+    console.print()
+    save_rows(console, arguments.json, rows, place, results_of="converge")
     if arguments.markdown:
         write_markdown(suite, outcomes, place, arguments.markdown)
-        written.append(arguments.markdown)
-    console.print()
-    if written:
-        print_line(console, f"Written: {', '.join(map(str, written))}")
+        print_line(console, f"Written: {arguments.markdown}")
     broken = broken_demands(outcomes)
     for line in broken:
         print_line(console, f"Not met: {line}")
@@ -131,20 +126,13 @@ def _train(
     console: Console, suite: Suite, arguments: argparse.Namespace
 ) -> list[Mapping[str, Any]]:
     """Rows of all trainings, in the suite's order."""
-    flags.require_at_least_one(arguments, "worlds")
+    flags.require_at_least(1, arguments, "worlds")
     flags.require_more_than_zero("--minutes", [arguments.minutes])
     folder = arguments.out / suite.name
-    results = Results(folder, environment())
+    sources = {contest.task: load_task(contest.task).source for contest in suite.contests}
+    results = Results(folder, environment(), sources)
     trainings = list(suite.trainings(arguments.device))
-    tasks = {contest.task for contest in suite.contests}
-    sources = {task: load_task(task).source for task in tasks}
-
-    def find(training: Training) -> Mapping[str, Any] | None:
-        row = results.find(training)
-        # A row of other data is another training's.
-        return row if row and row["source"] == sources[training.task] else None
-
-    missing = [training for training in trainings if find(training) is None]
+    missing = [training for training in trainings if results.find(training) is None]
     if len(missing) < len(trainings):
         found = len(trainings) - len(missing)
         print_line(console, f"{found} of {len(trainings)} trainings are in {folder} already.")
@@ -153,7 +141,7 @@ def _train(
     deadline = time.time() + 60 * arguments.minutes
     with StatusLine(console) as status:
         run_trainings(missing, arguments.worlds, results, status, deadline)
-    rows = [row for row in map(find, trainings) if row is not None]
+    rows = [row for row in map(results.find, trainings) if row is not None]
     if len(rows) < len(trainings):
         left = len(trainings) - len(rows)
         print_line(console, f"{left} trainings are left: the same command goes on with them.")
@@ -166,6 +154,4 @@ def _suite_of(rows: Sequence[Mapping[str, Any]], path: Path) -> Suite:
         raise ConfigError(
             f"{path} holds no rows of one suite of {', '.join(SUITES)}, but of {sorted(names)}"
         )
-    if any("source" not in row for row in rows):
-        raise ConfigError(f"{path}: its rows do not say which data was trained on; train again")
     return SUITES[names.pop()]

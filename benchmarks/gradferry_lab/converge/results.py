@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -20,14 +19,17 @@ from gradferry_lab.workloads.training import Progress
 
 
 class Results:
-    """A folder of results. Ignores those of other settings or versions.
+    """A folder of results. Ignores those of other settings, versions, or data of a task.
 
     Raises ConfigError when the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, versions: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, versions: Mapping[str, Any], sources: Mapping[str, str]
+    ) -> None:
         self._folder = folder
         self._versions = dict(versions)
+        self._sources = sources
         make_folder(folder)
 
     def find(self, training: Training) -> Row | None:
@@ -45,14 +47,15 @@ class Results:
             file.write(json.dumps(self._document(training, row)).encode())
         shutil.rmtree(self._path(training).with_suffix(".saved"), ignore_errors=True)
 
-    def progress(self, training: Training, source: str, deadline: float = math.inf) -> Progress:
-        """Of a training on the data `source`."""
-        settings = json.dumps(self._document(training, {"source": source}))
+    def progress(self, training: Training, deadline: float) -> Progress:
+        """Where a training is saved on the way to its row."""
+        settings = json.dumps(self._document(training, None))
         return Progress(self._path(training).with_suffix(".saved"), settings, deadline)
 
     def _document(self, training: Training, row: Row | None) -> dict[str, Any]:
         settings = json.loads(json.dumps(asdict(training)))
-        return {"versions": self._versions, "training": settings, "row": row}
+        source = self._sources[training.task]
+        return {"versions": self._versions, "training": settings, "source": source, "row": row}
 
     def _path(self, training: Training) -> Path:
         return self._folder / f"{re.sub(r'[^a-zA-Z0-9.]+', '-', training.title)}.json"

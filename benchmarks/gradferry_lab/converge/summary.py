@@ -66,16 +66,15 @@ def _summarize(
     one: Contestant, rows: Sequence[Row], ruler: Sequence[Row], sigmas: float
 ) -> Summary:
     losses = [_number(row["final_loss"]) for row in rows]
-    ruler_by_seed = {row["seed"]: _number(row["final_loss"]) for row in ruler}
-    pairs = [
-        (loss, ruler_by_seed[row["seed"]])
+    base = {row["seed"]: _number(row["final_loss"]) for row in ruler}
+    excesses = [
+        loss / base[row["seed"]] - 1
         for loss, row in zip(losses, rows, strict=True)
-        if row["seed"] in ruler_by_seed
+        if row["seed"] in base
     ]
-    excess = fmean(loss / base - 1 for loss, base in pairs) if pairs else float("inf")
+    excess = fmean(excesses) if excesses else float("inf")
     loss = fmean(losses)
-    ruler_losses = list(ruler_by_seed.values())
-    sigma = _spread(ruler_losses) / fmean(ruler_losses)
+    sigma = _spread(list(base.values())) / fmean(base.values())
     wire_bytes = fmean(row["wire_bytes"] for row in rows)
     ratio = fmean(row["wire_bytes"] for row in ruler) / wire_bytes if wire_bytes else 0.0
     band, verdict = _judge(one, loss, excess, sigmas * sigma, ratio)

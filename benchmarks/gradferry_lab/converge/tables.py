@@ -50,7 +50,8 @@ def table_of(suite: Suite, outcome: Outcome) -> Table:
     """The table of one contest."""
     contest, task = outcome.contest, outcome.task
     is_gap = _is_gap(outcome)
-    band = Column("band", lambda row: _band(row["of"]), detail=2)
+    gathered = Column("loss as\ngathered", lambda row: _loss(_as_gathered(row["of"])), detail=2)
+    score = Column(task.score_title, lambda row: f"{100 * row['of'].metric:.2f} %", detail=4)
     columns = [
         Column("optimizer", lambda row: row["of"].contestant.optimizer, is_number=False),
         Column("codec", lambda row: row["of"].contestant.codec, is_number=False),
@@ -64,18 +65,14 @@ def table_of(suite: Suite, outcome: Outcome) -> Table:
             lambda row: "-" if is_gap else _percent(row["of"].excess),
             detail=6 if is_gap else 0,
         ),
-        band,
-        Column(task.score_title, lambda row: _score(row["of"].metric), detail=4),
+        *([gathered] if _is_sharded(outcome) else []),
+        Column("band", lambda row: _band(row["of"]), detail=2),
+        *([] if is_gap else [score]),
         Column("MB\nsent", lambda row: f"{row['of'].wire_bytes / 1e6:.1f}", detail=4),
         Column("fp32 /\nsent", lambda row: f"{row['of'].ratio:.2f}", detail=1),
         Column("verdict", lambda row: row["of"].verdict, is_number=False),
     ]
-    if is_gap:  # which is the score too
-        columns = [column for column in columns if column.title != task.score_title]
     first = outcome.summaries[0]
-    if _is_sharded(outcome):
-        gathered = Column("loss as\ngathered", lambda row: _loss(_as_gathered(row["of"])), detail=2)
-        columns.insert(columns.index(band), gathered)
     return Table(
         title=f"Task {task.name}, {first.contestant.optimizer}: {first.rows[0]['ranks']} ranks, "
         f"{contest.steps} steps",
@@ -88,9 +85,8 @@ def table_of(suite: Suite, outcome: Outcome) -> Table:
 def broken_demands(outcomes: Sequence[Outcome]) -> list[str]:
     """One line for each demand that is not met."""
     return [
-        f"{outcome.contest.task}, {one.optimizer}, {one.codec}, {_mode(one)}"
-        f"{f', warm-up {one.warmup}' if one.warmup else ''}: {summary.verdict} "
-        f"({_result(outcome, summary)}, band {_band(summary)})"
+        f"{outcome.contest.task}, {one.optimizer}, {one.codec}, {_mode_and_warmup(one)}: "
+        f"{summary.verdict} ({_result(outcome, summary)}, band {_band(summary)})"
         for outcome in outcomes
         for summary in outcome.summaries
         for one in [summary.contestant]
@@ -176,7 +172,8 @@ def _mode(one: Contestant) -> str:
 
 
 def _note(suite: Suite, outcome: Outcome) -> str:
-    sigma, source = suite.sigmas, str(outcome.summaries[0].rows[0]["source"])
+    sigma, ruler = suite.sigmas, outcome.summaries[0]
+    source = str(ruler.rows[0]["source"])
     what = f"{source[0].upper()}{source[1:]}. Final loss: {outcome.task.metric}"
     if _is_gap(outcome):
         return (
@@ -192,9 +189,10 @@ def _note(suite: Suite, outcome: Outcome) -> str:
     return (
         f"{what}, on the validation data.{held} Against fp32: mean difference to the fp32 training "
         f"with the same seed. Band: the demanded one, or {sigma:g} standard deviations of "
-        f"{_ruler(outcome)} if that is more, and with 'x' at least so many times fewer bytes; a "
-        f"lower loss is within it. Rows without a band are not judged. Mode momentum: with that "
-        f"momentum. Bytes are of the whole training, its warm-up included."
+        f"{ruler.contestant.codec}'s {len(ruler.rows)} seeds if that is more, and with 'x' at "
+        f"least so many times fewer bytes; a lower loss is within it. Rows without a band are not "
+        f"judged. Mode momentum: with that momentum. Bytes are of the whole training, its warm-up "
+        f"included."
     )
 
 
@@ -205,11 +203,6 @@ def _result(outcome: Outcome, summary: Summary) -> str:
         f"loss {_loss(summary.loss)}, {_percent(summary.excess)} against fp32, "
         f"{summary.ratio:.2f} times fewer bytes"
     )
-
-
-def _ruler(outcome: Outcome) -> str:
-    first = outcome.summaries[0]
-    return f"{first.contestant.codec}'s {len(first.rows)} seeds"
 
 
 def _is_gap(outcome: Outcome) -> bool:
@@ -231,10 +224,6 @@ def _loss(value: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:+.2f} %"
-
-
-def _score(value: float) -> str:
-    return f"{100 * value:.2f} %"
 
 
 def _band(summary: Summary) -> str:

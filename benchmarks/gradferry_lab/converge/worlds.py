@@ -102,9 +102,9 @@ def _train(
         if step % _SHOWN_EVERY == 0:
             emit((world, training, step / training.steps))
 
-    contestant, task = training.contestant, _task(training.task)
+    contestant = training.contestant
     return train(
-        task,
+        _task(training.task),
         contestant.hook(training.steps),
         steps=training.steps,
         seed=training.seed,
@@ -112,7 +112,7 @@ def _train(
         parallel=contestant.parallel,
         device=training.device,
         on_step=on_step,
-        progress=results.progress(training, task.source, deadline),
+        progress=results.progress(training, deadline),
     )
 
 

@@ -1,1 +1,1 @@
-"""What a command leaves behind: a table on the terminal, JSON, PNG curves, one HTML page."""
+"""What a command leaves behind: a table on the terminal, Markdown, JSON, PNG curves."""

@@ -36,18 +36,17 @@ def paired_difference(times: Sequence[float], baseline: Sequence[float]) -> Inte
     return interval_of_median([t - b for t, b in zip(times, baseline, strict=True)])
 
 
-def ratio_columns(rows: Sequence[Row], ruler: str, interval: str | None = None) -> list[Column]:
-    """The columns of `ratio_to_RULER`; none where the ruler did not take part.
-
-    interval: heading of a column for `ratio_to_RULER_low` and `_high`.
+def ratio_columns(rows: Sequence[Row], ruler: str, interval: str) -> list[Column]:
+    """The columns of `ratio_to_RULER`, and under `interval` of its `_low` and `_high`; none where
+    the ruler did not take part.
     """
     key = f"ratio_to_{ruler}"
     if all(row.get(key) is None for row in rows):
         return []
-    columns = [Column(f"ratio to\n{ruler}", lambda row: f"{row[key]:.3f}", detail=3)]
-    if interval:
-        columns.append(Column(interval, lambda row: interval_text(row, key), detail=6))
-    return columns
+    return [
+        Column(f"ratio to\n{ruler}", lambda row: f"{row[key]:.3f}", detail=3),
+        Column(interval, lambda row: interval_text(row, key), detail=6),
+    ]
 
 
 def interval_keys(key: str, interval: Interval | None) -> dict[str, float | None]:

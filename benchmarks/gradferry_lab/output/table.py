@@ -1,4 +1,4 @@
-"""Tables for the terminal, Markdown and HTML, from one description."""
+"""Tables for the terminal and Markdown, from one description."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 from gradferry.core.nodes import Nodes
 from gradferry.errors import ConfigError, PeerError
 
-from gradferry_lab.flags import refuse, require_at_least_one
+from gradferry_lab.flags import refuse, require_at_least
 from gradferry_lab.ranks.hosts import DEVICE_VARIABLE, LOOPBACK, Where, found_hosts
 from gradferry_lab.ranks.launch import Body, Emit, Outbox, run_ranks, torchrun_placement
 from gradferry_lab.ranks.network import (
@@ -70,7 +70,7 @@ def check_ranks(arguments: argparse.Namespace) -> None:
         arguments.ranks = placement.num_ranks
         return
     if arguments.ranks_per_host is not None:
-        require_at_least_one(arguments, "ranks_per_host")
+        require_at_least(1, arguments, "ranks_per_host")
     if arguments.link == LOOPBACK:
         refuse(arguments, ["hosts", "ranks_per_host"], "without --link")
         arguments.ranks = 2 if arguments.ranks is None else arguments.ranks
@@ -78,7 +78,7 @@ def check_ranks(arguments: argparse.Namespace) -> None:
         parse_link(arguments.link)
         check_network(arguments.hosts)
         _share_ranks(arguments)
-    require_at_least_one(arguments, "ranks")
+    require_at_least(1, arguments, "ranks")
     if arguments.ranks > _MOST_RANKS:
         raise ConfigError(
             f"{arguments.ranks} ranks: this machine runs at most {_MOST_RANKS} of them; ask for "

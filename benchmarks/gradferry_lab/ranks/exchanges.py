@@ -69,19 +69,20 @@ def exchange_among(exchange: str, hosts: Nodes, *, on_host: bool) -> Exchange:
     return choose_exchange(option, hosts, on_host=on_host)
 
 
-def chosen_columns(rows: Sequence[Row]) -> list[Column]:
-    """A column with what was chosen, where there was a choice."""
-    names = (str(row.get("hook") or row.get("codec")) for row in rows)
-    chooses = any(name.startswith(AUTO) for name in names)
-    if not (chooses or exchange_columns(rows)) or not any(row.get("chosen") for row in rows):
-        return []
-    return [Column("chosen", lambda row: row.get("chosen") or "-", is_number=False, detail=1)]
-
-
 def exchange_columns(rows: Sequence[Row]) -> list[Column]:
-    """A column with the exchange that was asked for, where there is a choice."""
+    """A column each with the exchange that was asked for, and with what was chosen, where there was
+    a choice.
+    """
     shared = any(1 < row.get("hosts", 1) < row["ranks"] for row in rows)
-    asked = {row.get("exchange") or AUTO for row in rows}  # older files do not say
-    if not shared and asked == {AUTO}:
-        return []
-    return [Column("exchange", lambda row: row.get("exchange") or "-", is_number=False)]
+    # Older files do not say.
+    asks = shared or any((row.get("exchange") or AUTO) != AUTO for row in rows)
+    names = [str(row.get("hook") or row.get("codec")) for row in rows]
+    chose = any(row.get("chosen") for row in rows)
+    columns = []
+    if asks:
+        columns.append(Column("exchange", lambda row: row.get("exchange") or "-", is_number=False))
+    if chose and (asks or any(name.startswith(AUTO) for name in names)):
+        columns.append(
+            Column("chosen", lambda row: row.get("chosen") or "-", is_number=False, detail=1)
+        )
+    return columns
