@@ -126,6 +126,9 @@ def test_committed_results_fit_80_columns_and_every_column_is_shown_or_named(nam
     assert max(map(len, lines)) <= 80, max(lines, key=len)
     for column in made.columns:
         assert any(part in line for line in lines for part in column.title.split("\n"))
+    choices = {"2x4": ["exchange"], "hsdp": ["exchange", "chosen"], "1gbit": ["chosen"]}
+    found = [column.title for column in made.columns if column.title in ("exchange", "chosen")]
+    assert found == choices.get(name.rpartition("_")[2], [])
 
 
 def on_terminal(table: Table, *, wide: bool = False) -> list[str]:

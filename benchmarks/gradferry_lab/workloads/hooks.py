@@ -32,6 +32,7 @@ from gradferry.ddp.model import reduced_parameters
 from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.errors import ConfigError
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
@@ -264,7 +265,7 @@ def apply_hook(ddp: DistributedDataParallel, name: str, how: How = How()) -> Hoo
     return _CodecHook(name, state, dense_bytes, ddp.find_unused_parameters)
 
 
-def _sync(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sync(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Hands every bucket back at once, as it is. With the last one of a backward pass it
     all-reduces one element and waits, on a GPU in the current stream: at the instant at which a
     hook's last result is waited for. Ranks that train together wait for the slowest and for one
