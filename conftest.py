@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,40 +12,33 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
-from world import World, worlds_by_size
+from world import World, Worlds, WorldsOn, worlds_by_size
 
 # A shell's background job ignores SIGINT, and so would every process a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[Callable[[int], World]]:
+def worlds() -> Iterator[Worlds]:
     """worlds(n) is the session's world of n processes."""
     yield from worlds_by_size()
 
 
 @pytest.fixture(scope="session")
-def device_worlds() -> Iterator[Callable[[int], World]]:
+def device_worlds() -> Iterator[Worlds]:
     """Worlds of their own: a process keeps the fake device once it has loaded it."""
     yield from worlds_by_size()
 
 
 @pytest.fixture(scope="session")
-def worlds_on(
-    worlds: Callable[[int], World], device_worlds: Callable[[int], World]
-) -> Callable[[str], Callable[[int], World]]:
+def worlds_on(worlds: Worlds, device_worlds: Worlds) -> WorldsOn:
     """worlds_on(scenario.device)(n), where "cpu" is one of several devices."""
     return lambda device: worlds if device == "cpu" else device_worlds
 
 
 @pytest.fixture
-def world_of_2(worlds: Callable[[int], World]) -> World:
+def world_of_2(worlds: Worlds) -> World:
     return worlds(2)
-
-
-@pytest.fixture
-def world_of_3(worlds: Callable[[int], World]) -> World:
-    return worlds(3)
 
 
 @pytest.fixture(scope="session")

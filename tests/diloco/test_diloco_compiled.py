@@ -7,10 +7,10 @@ from typing import Any
 import gradferry
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
+from on_ranks import of_all, on_ranks
 from outcomes import attempt
 from torch import nn
-from training_alone import are_equal, bits_of, of_all
+from training_alone import are_equal, bits_of
 
 SYNC_EVERY = 3
 STEPS = 2 * SYNC_EVERY + 1

@@ -12,7 +12,7 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
+from on_ranks import of_all, on_ranks
 from outcomes import attempt
 from saved import same
 from torch import nn
@@ -26,7 +26,6 @@ from training_alone import (
     make,
     move,
     movements,
-    of_all,
     shift,
     still,
 )

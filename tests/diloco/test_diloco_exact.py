@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from gradferry.core import agreement
 from gradferry.reducer import Reducer
-from on_ranks import on_ranks
+from on_ranks import of_all, on_ranks
 from torch import nn
 from training_alone import (
     Plain,
@@ -20,7 +20,6 @@ from training_alone import (
     make,
     move,
     movements,
-    of_all,
     residuals,
     shift,
     summed,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
+from on_ranks import of_all, on_ranks
 from outcomes import attempt
 from saved import LOST, NAN, damaged
-from training_alone import PERIOD, Training, are_equal, bits_of, of_all
+from training_alone import PERIOD, Training, are_equal, bits_of
 from watching import expect_no_race
 
 STEPS = 4 * PERIOD

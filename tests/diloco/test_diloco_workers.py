@@ -10,12 +10,12 @@ import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
+from on_ranks import of_all, on_ranks
 from outcomes import attempt
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training_alone import Plain, are_equal, bits_of, by_its_mean, common, flat, movements, of_all
+from training_alone import Plain, are_equal, bits_of, by_its_mean, common, flat, movements
 
 RATE = 2.0**-3
 SYNC_EVERY = 2

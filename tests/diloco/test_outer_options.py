@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from gradferry.averaging.global_parameters import pack, unpack
 from gradferry.errors import ProtocolError
-from on_ranks import on_ranks
+from on_ranks import of_all, on_ranks
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from training_alone import Plain, are_equal, bits_of, make, move, movements, of_all
+from training_alone import Plain, are_equal, bits_of, make, move, movements
 
 Group = dict[str, Any]
 

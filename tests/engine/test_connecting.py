@@ -22,12 +22,13 @@ import torch.distributed as dist
 from gradferry import _native
 from gradferry.core import rendezvous
 from gradferry.core.rendezvous import store_of
-from on_ranks import on_ranks
+from on_ranks import of_all, on_ranks
 from outcomes import Outcome, attempt, interrupted, little_patience
 from scenario import ChosenGradients, Run, Scenario, Weight
 from stepping import warned
 from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
+from world import open_files, thread_names
 
 SCENARIO = Scenario((Weight("first", (40, 40)), Weight("second", (9,))))
 FREED_SECONDS = 60.0
@@ -65,9 +66,7 @@ def test_ranks_that_attach_without_one_name_it_and_keep_the_group(absent: int) -
         with warned() as caught, little_patience(), at_once:
             assert_named(attached(ddp), f"rank {absent} did not call attach within 1 s")
         mine = [str(w.message) for w in caught if w.category is gradferry.GradferryWarning]
-    said: list[list[str]] = [[]] * 3
-    dist.all_gather_object(said, mine)
-    texts = list(itertools.chain(*said))
+    texts = list(itertools.chain(*of_all(mine)))
     # One of them at least, the first; it may have come before the other.
     assert 1 <= len(texts) <= 2
     assert all(str(absent) in text.partition(" did not call attach yet")[0] for text in texts)
@@ -177,7 +176,7 @@ def test_rank_that_cannot_connect_is_named_by_all(kind: str, text: str) -> None:
 
 def resources() -> tuple[int, int]:
     """Open files and threads of this process."""
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
+    return open_files(), len(thread_names())
 
 
 def freed(before: tuple[int, int]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,7 @@ from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import ChosenGradients, Scenario, Weight
 from torch.nn.parallel import DistributedDataParallel
-from world import World
+from world import World, Worlds
 
 A, B = Identity("a", 1), Identity("b", 1)
 A_ELSEWHERE = Identity("a", 2)  # on that machine, in another network namespace
@@ -176,7 +175,7 @@ def case_attach(places: list[Identity], option: Any) -> dict[str, Any]:
     return {"text": str(state), "nodes": running.nodes, "config_hash": running.config_hash}
 
 
-def test_all_ranks_learn_at_attach_where_all_are(worlds: Callable[[int], World]) -> None:
+def test_all_ranks_learn_at_attach_where_all_are(worlds: Worlds) -> None:
     def attached(option: Any, *places: Identity) -> list[dict[str, Any]]:
         return worlds(4).run(case_attach, places=places, option=option)
 

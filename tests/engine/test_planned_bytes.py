@@ -1,7 +1,6 @@
 """What the plan of a step says that ranks send, against the reference, which is written apart.
 
-test_reference_engine.py holds that against sums by hand, and test_wire.py both against what engines
-have counted.
+tests/hook/test_scenarios.py holds the reference against what engines have counted.
 """
 
 from __future__ import annotations

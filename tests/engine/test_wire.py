@@ -1,19 +1,11 @@
-"""What travels where buckets have several chunks or maps: the bytes of the documented formula. Of
-small models tests/hook/test_scenarios.py compares them.
-"""
+"""Tools predict what travels. That it is what the documented formula says: test_scenarios.py."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-
 import pytest
-from mixed import scenario_on
-from scenario import ChosenGradients, Scenario, Weight, bytes_sent, train
+from scenario import ChosenGradients, Scenario, Weight
 from torch.nn.parallel import DistributedDataParallel
 from world import World
-
-Worlds = Callable[[int], World]
 
 WEIGHTS = (
     Weight("embedding", (300, 200)),
@@ -23,42 +15,7 @@ WEIGHTS = (
     Weight("empty", (0, 3)),
     Weight("output", (129, 401)),
 )
-# Maps of 9 parameters have 8 bytes per bucket, and 16 where all share one.
-NINE = (*WEIGHTS, *(Weight(f"small{i}", (9,)) for i in range(3)))
-# A rail of two has more than a chunk's most bytes of gradient in the first.
-LARGE = (Weight("large", (1100, 1000)), *WEIGHTS)
 SCENARIO = Scenario(WEIGHTS, 3, steps=2, ddp={"bucket_cap_mb": 0.5})
-
-
-MAPS = {"bucket_cap_mb": 0.5, "find_unused_parameters": True}
-TWO_LEVELS = dataclasses.replace(SCENARIO, weights=LARGE, ddp={"bucket_cap_mb": 4})
-
-
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        pytest.param(
-            dataclasses.replace(SCENARIO, codec="exact"), id="exact", marks=pytest.mark.torch_core
-        ),
-        pytest.param(dataclasses.replace(SCENARIO, weights=NINE, ddp=MAPS), id="maps"),
-        pytest.param(
-            dataclasses.replace(SCENARIO, weights=NINE, ddp={**MAPS, "bucket_cap_mb": 100}),
-            id="map of one bucket",
-        ),
-        pytest.param(scenario_on("2x2", TWO_LEVELS), id="2x2"),
-        pytest.param(
-            scenario_on("2+1", TWO_LEVELS, ddp={**MAPS, "bucket_cap_mb": 4}), id="2+1, maps"
-        ),
-    ],
-)
-def test_bytes_equal_the_formula(worlds: Worlds, scenario: Scenario) -> None:
-    answers = worlds(scenario.world_size).run(train, scenario=scenario)
-    for rank, answer in enumerate(answers):
-        stats = answer["stats"]
-        counted = stats["wire_bytes"], stats["local_bytes"]
-        assert counted == bytes_sent(scenario, answer["buckets"], rank)
-        if scenario.codec == "exact" or scenario.weights == LARGE:
-            assert stats["chunks"] > stats["buckets"]
 
 
 def case_predicted(hook: str) -> list[tuple[int, int]]:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from engine_options import engine_options, parameter
 from gradferry.ddp.state import bound_to
 from mixed import mapped_bytes, scenario_on
-from outcomes import attempt
 from scenario import Run, Scenario, Weight, assert_bit_equal, trained
 from streaming import small_chunks
 from watching import expect_no_race
-from world import World
-
-Worlds = Callable[[int], World]
+from world import Worlds, WorldsOn
 
 CAP_MB = 96
 WEIGHTS = (Weight("first", (150, 200)), Weight("bias", (77,)), Weight("second", (120, 100)))
@@ -90,7 +86,7 @@ HOST_CAPS = {"2x2": {2: 0.35}, "2+1": {1: 0.25, 4: 96}, "1x4": {2: 0.4}}
     ],
 )
 def test_less_memory_changes_no_result(
-    worlds_on: Callable[[str], Worlds],
+    worlds_on: WorldsOn,
     scenario: Scenario,
     wanted: dict[float, tuple[int, bool | None]],
 ) -> None:
@@ -157,16 +153,3 @@ def test_an_engine_of_a_large_world_holds_no_more_than_it_says(device_worlds: Wo
     assert 0 <= answer["held"] - answer["counted"] <= 12 * world_size + 1024
     # Four chunks of such messages take seven eighths of the limit, so three of them at least half.
     assert answer["counted"] > CAP_MB << 19
-
-
-def case_other_cap(scenario: Scenario) -> Any:
-    import torch.distributed as dist
-
-    options = {"workspace_cap_mb": 96 - dist.get_rank()}
-    return attempt(lambda: Run(dataclasses.replace(scenario, options=options)))
-
-
-def test_ranks_must_agree_on_the_limit(world_of_2: World) -> None:
-    for outcome in world_of_2.run(case_other_cap, scenario=FLAT):
-        assert outcome.error == "RankMismatchError"
-        assert "workspace_cap_mb" in outcome.text

@@ -6,13 +6,13 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from reference import TILE_ELEMENTS, find_codec
+from trained import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -27,12 +27,6 @@ def run(name: str, *arguments: str, ranks: int = 2) -> str:
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def losses(text: str) -> list[float]:

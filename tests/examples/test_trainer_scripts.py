@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from documented import ROOT
-from trained import expect_trained
+from trained import expect_trained, free_port
 
 PAGE = "docs/guide/trainers.md"
 FOLDER = ROOT / "examples" / "trainers"
@@ -27,12 +27,6 @@ export SLURM_NTASKS=2 SLURM_LOCALID=0
 SLURM_PROCID=1 "$@" & other=$!
 SLURM_PROCID=0 "$@" && wait $other
 """
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def free_job() -> int:

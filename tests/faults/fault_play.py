@@ -24,27 +24,16 @@ from unittest import mock
 import gradferry
 import torch
 import torch.distributed as dist
-from fault_rows import (
-    AT_A_LINK,
-    FAULTY_STEP,
-    REDUCER,
-    Row,
-)
+from fault_rows import AT_A_LINK, FAULTY_STEP, REDUCER, Row
 from gradferry.averaging import running
 from outcomes import Outcome, attempt
 from relays import Relays
-from scenario import (
-    LEARNING_RATE,
-    ChosenGradients,
-    Run,
-    Scenario,
-    expected_gradients,
-    hash_of,
-)
+from scenario import LEARNING_RATE, ChosenGradients, Run, Scenario, expected_gradients, hash_of
 from torch.nn.parallel import DistributedDataParallel
 from ways import ReducerRun
+from world import open_files
 
-SLOW_SECONDS, DOWN_SECONDS = 2.0, 3.0
+SLOW_SECONDS = 2.0
 CHILD_SECONDS = 4
 SHARED = "memfd:gradferry"
 SETTLE_SECONDS = 60.0
@@ -145,9 +134,6 @@ ACTIONS: dict[str, Callable[[Victim], Any]] = {
     "foreign bucket": hand_in_foreign_bucket,
     "corrupt scatter": lambda victim: victim.relays.damage("scatter"),
     "corrupt memory": lambda victim: victim.relays.meanwhile("forward", spoil_memory),
-    "truncated": lambda victim: victim.relays.cut("scatter"),
-    "link down": lambda victim: victim.relays.hold(),
-    "link down 3 s": lambda victim: victim.relays.hold(DOWN_SECONDS),
 }
 
 
@@ -193,15 +179,11 @@ class Seen:
         return cls(Outcome(*outcome), Outcome(*later), *rest)
 
 
-def num_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def num_kept(before: int) -> int:
     """How many more files are open than `before`, once engines that end have closed theirs."""
     with contextlib.suppress(AssertionError):
-        wait_for(lambda: gc.collect() >= 0 and num_files() <= before)
-    return max(0, num_files() - before)
+        wait_for(lambda: gc.collect() >= 0 and open_files() <= before)
+    return max(0, open_files() - before)
 
 
 def num_shared() -> int:
@@ -242,7 +224,7 @@ def play(row: Row, victim: Victim) -> Seen:
     elif is_victim:  # its last bucket is not complete without this gradient
         last = run.model.get_parameter(run.buckets[-1][-1][-1])
         last.register_post_accumulate_grad_hook(lambda _: fault())
-    files = num_files()
+    files = open_files()
     with faulty if is_victim else contextlib.nullcontext():
         outcome = attempt(act)
     return Seen(
@@ -267,7 +249,6 @@ def case_row(row: Row, folder: str) -> None:
     wait_for(lambda: all(Path(folder, f"rank {each}").exists() for each in survivors))
     victim.run = None
     wait_for(lambda: gc.collect() >= 0 and not num_shared())
-    victim.relays.release()
     if row.fault == "stop" and rank == survivors[0]:
         os.kill(int(Path(folder, "pid").read_text()), signal.SIGKILL)  # the world waits for it
     if not row.ends_victim:

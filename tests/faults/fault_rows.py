@@ -127,10 +127,6 @@ EXPECTED = {
     "foreign bucket": FAILED,
     "corrupt scatter": REFUSED,
     "corrupt memory": FORWARDED,
-    # Either end of the connection may be the first to see that it ended.
-    "truncated": Expected(text=r".*lost contact with ranks? \d.*: its connection was closed"),
-    "link down": MUTE,
-    "link down 3 s": GOES_ON,
 }
 # At attach ranks hear at once of an exception.
 TOLD = Expected(text=r"rank {victim}: UsersError: of the user's own code")
@@ -150,22 +146,17 @@ ENDS = {
     "exit": "process ended with code 3",
     "stop": KILLED,  # by the last survivor
 }
-AT_A_LINK = ("corrupt scatter", "corrupt memory", "truncated", "link down", "link down 3 s")
+AT_A_LINK = ("corrupt scatter", "corrupt memory")
 
 
 # --- the rows -------------------------------------------------------------------------------------
 
-FAULTS = (
-    *("kill", "exit", "raise", "stop", "slow", "fork"),
-    *("corrupt scatter", "truncated", "link down", "link down 3 s"),
-)
+FAULTS = ("kill", "exit", "raise", "stop", "slow", "fork", "corrupt scatter")
 
 
 def makes_sense(fault: str, phase: str) -> bool:
     """A link is that of the engine's own connections, which exist from attach on."""
-    if fault in ("corrupt scatter", "truncated"):
-        return phase == "backward"
-    return fault not in AT_A_LINK or phase in ("backward", "between steps")
+    return fault not in AT_A_LINK or phase == "backward"
 
 
 def row(fault: str, phase: str, way: str, exchange: str, victim: int | None = None) -> Row:

@@ -12,13 +12,13 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import fault_rows
 import pytest
 import torch.distributed as dist
 from fault_play import hashes_of
+from on_ranks import of_all
 from outcomes import attempt
 from scenario import ChosenGradients, Run, Scenario, attach
 from torch.nn.parallel import DistributedDataParallel
@@ -56,12 +56,6 @@ def chosen(number: int, turns: int) -> range:
     return range(1, number + 1, max(1, number // turns) if turns else 1)
 
 
-def from_all(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def scenario_of(codec: str) -> Scenario:
     return dataclasses.replace(fault_rows.scenario_of(codec), world_size=2)
 
@@ -79,7 +73,7 @@ def case_attach(codec: str, turns: int, first: int) -> int | None:
     ddp = DistributedDataParallel(ChosenGradients(scenario))
     fail_allocation(NEVER)
     attach(DistributedDataParallel(ChosenGradients(scenario)), scenario)
-    number = max(from_all(fail_allocation(0)))
+    number = max(of_all(fail_allocation(0)))
     assert number > 50
     for n in chosen(number, turns):
         if n < first:
@@ -87,8 +81,8 @@ def case_attach(codec: str, turns: int, first: int) -> int | None:
         fail_allocation(n)
         with mock.patch.object(rendezvous, "MOST_PATIENCE", PATIENCE):
             outcome = attempt(functools.partial(attach, ddp, scenario))
-        reached = max(from_all(fail_allocation(0))) >= n
-        outcomes = from_all(outcome)
+        reached = max(of_all(fail_allocation(0))) >= n
+        outcomes = of_all(outcome)
         errors = {o.error for o in outcomes}
         if errors == {None}:  # it could be done without, or was not allocated again
             ddp = DistributedDataParallel(ChosenGradients(scenario))
@@ -114,7 +108,7 @@ def case_step(codec: str, turns: int, hashes: list[str]) -> None:
         run.step(step)
     fail_allocation(NEVER)
     run.step(2)
-    number = max(from_all(fail_allocation(0)))
+    number = max(of_all(fail_allocation(0)))
     assert number > 20
     for n in chosen(number, turns):
         run = Run(scenario)
@@ -126,7 +120,7 @@ def case_step(codec: str, turns: int, hashes: list[str]) -> None:
         taken = 2 + (outcomes[0].error is None)
         assert run.parameter_hash() == hashes[taken], (n, outcomes)
         # Ranks may learn of it in the next step, where the first that lacks a message waits for it.
-        if any(each.error is not None for each in from_all(outcomes[0])):
+        if any(each.error is not None for each in of_all(outcomes[0])):
             if outcomes[0].error is None:
                 outcomes.append(attempt(functools.partial(run.step, 3)))
             if dist.get_rank() != VICTIM:

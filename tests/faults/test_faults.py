@@ -2,23 +2,20 @@
 
 Those that survive it raise one error that says who, at which step, in which bucket and phase; or go
 on. Either way they have the parameters of a step that all ranks took, and have given back files and
-shared memory. Simulated worlds play uneven nodes, and damage to any message.
+shared memory. Simulated worlds play uneven nodes, and what befalls messages and connections.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fault_play import Seen, case_row, hashes_of
 from fault_rows import ENDS, FAULTY_STEP, STEPPING, Row, quick_rows, scenario_of
 from fault_rows import slow_rows as all_rows
-from world import CASE_SECONDS, World, WorldError
-
-Worlds = Callable[[int], World]
+from world import CASE_SECONDS, WorldError, Worlds
 
 
 @functools.lru_cache
@@ -77,7 +74,7 @@ def check_errors(row: Row, all_seen: dict[int, Seen]) -> None:
     pattern = re.compile(place + expected.text.format(victim=row.victim, own=own))
     if expected.alike:
         assert len({seen.outcome.headline for seen in survivors.values()}) == 1, all_seen
-    if row.fault.startswith("corrupt") or row.fault == "truncated":
+    if row.fault.startswith("corrupt"):
         survivors[row.victim] = victim  # which hears of it like the others
     for rank, seen in survivors.items():
         assert seen.outcome.error == expected.error, (rank, seen)

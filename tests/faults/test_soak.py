@@ -17,7 +17,7 @@ def test_five_minutes_of_random_trainings_leave_nothing_behind() -> None:
 
 def soak_of(sizes: list[int]) -> soak.Soak:
     """One whose only process had these sizes, when arenas were full."""
-    one = soak.Soak(seed=0, patience=1)
+    one = soak.Soak(seed=0)
     filling = [200 * MIB + number * MIB for number in range(soak.FILLING_SEGMENTS)]
     one.vitals = {(2, 1): [Vitals(size, 10, 10) for size in (*filling, *sizes)]}
     return one

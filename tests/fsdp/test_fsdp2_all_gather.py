@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import gradferry
@@ -28,9 +27,7 @@ from on_ranks import on_ranks
 from sharding import RATE, SHAPES, Model, Sharding, bits, in_order
 from torch.utils.checkpoint import checkpoint
 from watching import in_two_orders
-from world import World
-
-Worlds = Callable[[int], World]
+from world import WorldsOn
 
 FORWARD, BACKWARD = list(SHAPES), list(SHAPES)[1:]  # the root stays gathered
 STREAMED, STAGED = (Sharding(1, 2, device=device) for device in ("streamed", "staged"))
@@ -97,7 +94,7 @@ SMALL = {"workspace_cap_mb": 0.15}  # several chunks per module
     ids=lambda value: getattr(value, "device", None),
 )
 def test_all_ranks_compute_with_what_messages_say(
-    worlds_on: Callable[[str], Worlds],
+    worlds_on: WorldsOn,
     sharding: Sharding,
     codec: str,
     dtype: torch.dtype | None,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,7 @@ from gradferry.fsdp.hooks import GatherHook, ReduceScatterHook, ReplicaHook
 from outcomes import attempt
 from sharding import SHAPES, Sharding, attached, local_gradients
 from watching import WatchedCalls, given_up
-from world import World
-
-Worlds = Callable[[int], World]
+from world import Worlds
 
 Q4 = {"codec": "q4"}
 MODULES = len(SHAPES)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gathering import ONLY_GATHERS, built, targets_of
 from gradferry.averaging import step_numbers
 from gradferry.fsdp import hooks
-from on_ranks import on_ranks
+from on_ranks import of_all, on_ranks
 from outcomes import Outcome, attempt
 from relays import Relays
 from sharding import SHAPES, Chosen, Model, Sharding, attached, bits
@@ -36,9 +36,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.optim import SGD
-from world import World, WorldError
+from world import World, WorldError, Worlds
 
-Worlds = Callable[[int], World]
 HYBRID, FOUR = Sharding(), Sharding(1, 4)
 
 
@@ -321,8 +320,7 @@ def test_all_ranks_of_an_exchange_raise_the_error_of_one(sharding: Sharding) -> 
     outcome = attempt(lambda: model(targets).backward())
     assert outcome.error == "StateError"
     assert "blocks.0.weight" in outcome.text
-    headlines: list[Any] = [None] * 4
-    dist.all_gather_object(headlines, outcome.headline)
+    headlines = of_all(outcome.headline)
     same = {dist.get_rank() % 2, dist.get_rank() % 2 + 2} if sharding is HYBRID else set(range(4))
     assert {headlines[rank] for rank in same} == {outcome.headline}
     assert attempt(state.state_dict).error == "StateError"

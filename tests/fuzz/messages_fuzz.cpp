@@ -1,5 +1,5 @@
-// Headers, commits and hashes from peers: a message is accepted if and only if every byte that has
-// one right value has it, and any fault has a text.
+// Headers and commits from peers: a message is accepted if and only if every byte that has one
+// right value has it, and any fault has a text.
 #include <cstring>
 #include <string>
 #include <vector>
@@ -112,45 +112,17 @@ void check_commits(Bytes& input, Agreement agreement) {
   }
 }
 
-void check_hashes(Bytes& input, const Agreement& agreement) {
-  const uint64_t step = input.below(3), chunk = input.below(3);
-  const size_t num_parameters = 1 + input.below(8);
-  const uint64_t size = hash_message_bytes(num_parameters);
-  std::vector<std::byte> right(size * agreement.world_size);
-  for (uint32_t rank = 0; rank < agreement.world_size; ++rank) {
-    std::vector<uint64_t> hashes(num_parameters);
-    input.take(hashes.data(), hashes.size() * sizeof(uint64_t));
-    Agreement sender = agreement;
-    sender.rank = rank;
-    write_hashes(sender, step, chunk, hashes, right.data() + rank * size);
-  }
-  const std::vector<std::byte> messages = received(input, right);
-  std::vector<std::vector<uint64_t>> by_rank;
-  const Fault fault = read_hashes(agreement, step, chunk, messages.data(), num_parameters, by_rank);
-  if (fault) return expect_text({fault, agreement.rank, step});
-  ASSERT_EQ(by_rank.size(), agreement.world_size);
-  for (uint32_t rank = 0; rank < agreement.world_size; ++rank) {
-    ASSERT_EQ(by_rank[rank].size(), num_parameters);
-    EXPECT_EQ(std::memcmp(by_rank[rank].data(), messages.data() + rank * size + kHeaderBytes,
-                          num_parameters * sizeof(uint64_t)),
-              0);
-  }
-}
-
 }  // namespace
 
 void run(Bytes input) {
-  const uint32_t kind = input.below(3);
+  const bool commits = input.flip();
   const uint32_t world_size = 1 + input.below(4);
   const Agreement agreement{.rank = input.below(world_size),
                             .world_size = world_size,
                             .config_hash = input.take<uint16_t>(),
                             .layout_hash = input.take<uint16_t>()};
-  switch (kind) {
-    case 0: return check_headers(input, agreement);
-    case 1: return check_commits(input, agreement);
-    default: return check_hashes(input, agreement);
-  }
+  if (commits) return check_commits(input, agreement);
+  check_headers(input, agreement);
 }
 
 }  // namespace gradferry::fuzzing

@@ -89,11 +89,11 @@ def scenario_on(nodes: str, scenario: Scenario | None = None, **changes: Any) ->
     return dataclasses.replace(scenario or Scenario(WEIGHTS), **place, **changes)
 
 
-def groups_at_once(scenario: Scenario | None = None, **changes: Any) -> list[Scenario]:
+def groups_at_once(**changes: Any) -> list[Scenario]:
     """Two groups of ranks of a world of 6, in each of which nodes are other ranks than in it."""
     return [
-        scenario_on("2+1", scenario, group_ranks=(0, 3, 5), **changes),
-        scenario_on("1+2", scenario, group_ranks=(1, 2, 4), seed=1, **changes),
+        scenario_on("2+1", group_ranks=(0, 3, 5), **changes),
+        scenario_on("1+2", group_ranks=(1, 2, 4), seed=1, **changes),
     ]
 
 

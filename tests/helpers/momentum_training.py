@@ -31,15 +31,9 @@ def attached(
 
 
 def one_bit_adam(
-    ddp: DistributedDataParallel,
-    codec: str = "sign1",
-    *,
-    freeze: int,
-    betas: tuple[float, float] = BETAS,
-    attach: dict[str, Any] | None = None,
-    **options: Any,
+    ddp: DistributedDataParallel, *, freeze: int, **options: Any
 ) -> tuple[Any, OneBitAdam]:
     """The state of a hook whose warm-up ends at the freeze, and the optimizer behind it."""
-    state = hooked(ddp, codec, momentum=betas[0], warmup_steps=freeze, **(attach or {}))
-    options = {"betas": betas, "freeze_step": freeze, "state": state, **options}
+    state = hooked(ddp, "sign1", momentum=BETAS[0], warmup_steps=freeze)
+    options = {"betas": BETAS, "freeze_step": freeze, "state": state, **options}
     return state, OneBitAdam(ddp.parameters(), **options)

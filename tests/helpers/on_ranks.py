@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 
 def on_ranks(size: int = 2) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test of the body's name and parameters that runs the body in the session's world of
@@ -25,3 +27,10 @@ def on_ranks(size: int = 2) -> Callable[[Callable[..., None]], Callable[..., Non
         return test
 
     return decorate
+
+
+def of_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """This value of every rank. Collective."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values

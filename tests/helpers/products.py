@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 
 
-def rows(*axes: Sequence[Any], turns: int = 1) -> list[Any]:
-    """All rows of the product. Quick ones have every value of each axis: they go along the
-    diagonal, and in every further turn along one that is shifted by an axis' place.
-    """
+def rows(*axes: Sequence[Any]) -> list[Any]:
+    """All rows of the product. Quick ones, along the diagonal, have every value of each axis."""
     quick = [
-        tuple(axis[(number + turn * place) % len(axis)] for place, axis in enumerate(axes))
-        for turn in range(turns)
-        for number in range(max(map(len, axes)))
+        tuple(axis[number % len(axis)] for axis in axes) for number in range(max(map(len, axes)))
     ]
     product = itertools.product(*axes)
     return [pytest.param(*row, marks=() if row in quick else pytest.mark.slow) for row in product]

@@ -22,11 +22,9 @@ class Relays:
     """Each connection gets a relay for each direction. A message is changed only on its way out."""
 
     def __init__(self) -> None:
-        self._flowing = threading.Event()
-        self._flowing.set()
         self._lock = threading.Lock()
         # What happens to the next message of a lane, and whether that must have a payload.
-        self._next: dict[str, tuple[Callable[[bytearray], bool | None], bool]] = {}
+        self._next: dict[str, tuple[Callable[[bytearray], object], bool]] = {}
 
     # --- what happens
 
@@ -38,27 +36,9 @@ class Relays:
 
         self._next[lane] = flip, True
 
-    def cut(self, lane: str) -> None:
-        """The connection ends in the middle of the next message."""
-
-        def half(message: bytearray) -> bool:
-            del message[len(message) // 2 :]
-            return True
-
-        self._next[lane] = half, True
-
     def meanwhile(self, lane: str, act: Callable[[], object]) -> None:
         """Something happens before the next message goes on."""
-        self._next[lane] = lambda _: bool(act()), False
-
-    def hold(self, seconds: float | None = None) -> None:
-        """Nothing passes in either direction, for that long or until `release`."""
-        self._flowing.clear()
-        if seconds is not None:
-            threading.Timer(seconds, self._flowing.set).start()
-
-    def release(self) -> None:
-        self._flowing.set()
+        self._next[lane] = lambda _: act(), False
 
     # --- how
 
@@ -96,16 +76,12 @@ class Relays:
     def _relay(self, source: socket.socket, target: socket.socket, lane: str) -> None:
         with contextlib.suppress(OSError, EOFError):
             while True:
-                if lane:
-                    data, ends = self._changed(self._message(source), lane)
-                else:
-                    data, ends = source.recv(_READ_BYTES), False
+                data = (
+                    self._changed(self._message(source), lane) if lane else source.recv(_READ_BYTES)
+                )
                 if not data:
                     break
-                self._flowing.wait()
                 target.sendall(data)
-                if ends:
-                    break
         for each in (source, target):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -124,13 +100,13 @@ class Relays:
             data += more
         return data
 
-    def _changed(self, message: bytes, lane: str) -> tuple[bytes, bool]:
-        """The message as it travels, and whether the connection ends with it."""
+    def _changed(self, message: bytes, lane: str) -> bytes:
+        """The message as it travels."""
         with self._lock:
             change, needs_payload = self._next.get(lane, (None, False))
             if change is None or (needs_payload and len(message) == _PAYLOAD):
-                return message, False
+                return message
             del self._next[lane]
         changed = bytearray(message)
-        ends = bool(change(changed))
-        return bytes(changed), ends
+        change(changed)
+        return bytes(changed)

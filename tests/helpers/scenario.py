@@ -156,6 +156,18 @@ class ChosenGradients(nn.Module):
         return total
 
 
+class Lookup(nn.Module):
+    """A sparse table beside a layer, whose gradient comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 40, sparse=True)
+        self.out = nn.Linear(40, 60)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.table(index).sum() + self.out(torch.ones(40)).sum()
+
+
 def _product(parameter: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     if parameter.is_complex():
         parameter, target = torch.view_as_real(parameter), torch.view_as_real(target)

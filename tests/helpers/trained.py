@@ -1,8 +1,15 @@
-"""How the scripts of examples/trainers end."""
+"""How the scripts of examples/trainers begin and end."""
 
 from __future__ import annotations
 
 import re
+import socket
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def expect_trained(code: int, said: str, errors: str = "") -> None:

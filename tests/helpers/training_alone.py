@@ -101,13 +101,6 @@ def bits_of(model: nn.Module) -> list[bytes]:
     return [each.detach().flatten().view(torch.uint8).numpy().tobytes() for each in local]
 
 
-def of_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """This value of every rank. Collective."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
-    return values
-
-
 def are_equal(values: Iterable[Any]) -> bool:
     first, *others = values
     return all(each == first for each in others)

@@ -68,6 +68,11 @@ def thread_names() -> list[str]:
     return names
 
 
+def open_files() -> int:
+    """How many this process has."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
 class WorldError(AssertionError):
     """One or more ranks failed; the message holds every rank's traceback."""
 
@@ -76,15 +81,11 @@ class World:
     """`size` processes in one gloo group. Processes start at the first run().
 
     environment: variables that the processes have besides the session's own.
-    patience: how many times longer all waits are, on a machine that does much else.
     """
 
-    def __init__(
-        self, size: int, environment: dict[str, str] | None = None, patience: float = 1.0
-    ) -> None:
+    def __init__(self, size: int, environment: dict[str, str] | None = None) -> None:
         self.size = size
         self._environment = environment
-        self._patience = patience
         self._ranks: list[_Rank] = []
 
     def run(
@@ -103,7 +104,7 @@ class World:
         for rank in self._ranks:
             rank.signal(signal.SIGCONT)
             rank.connection.send((function.__module__, function.__qualname__, kwargs))
-        answers = self._collect(seconds * self._patience, grace * self._patience)
+        answers = self._collect(seconds, grace)
         # Groups of gloo have threads that wake a hundred times a second: until the next case the
         # processes rest.
         for rank in self._ranks:
@@ -135,17 +136,15 @@ class World:
     def _start(self) -> None:
         with _environment(self._environment or {}):
             context = _fresh_context if self._environment else _context
-            self._ranks = [
-                _Rank(number, self.size, context, self._patience) for number in range(self.size)
-            ]
+            self._ranks = [_Rank(number, self.size, context) for number in range(self.size)]
         port = self._receive_port()
         for rank in self._ranks[1:]:
             rank.connection.send(port)
-        self._raise_on_failure(self._collect(START_SECONDS * self._patience), "start")
+        self._raise_on_failure(self._collect(START_SECONDS), "start")
 
     def _receive_port(self) -> int:
         first = self._ranks[0]
-        if not first.connection.poll(START_SECONDS * self._patience):
+        if not first.connection.poll(START_SECONDS):
             self._raise_on_failure({0: ("hung", first.last_words())}, "start")
         kind, value = first.receive()
         if kind != "result":
@@ -175,7 +174,12 @@ class World:
         return answers
 
 
-def worlds_by_size() -> Iterator[Callable[[int], World]]:
+# By their size; and by the device that a scenario is on, then by their size.
+Worlds = Callable[[int], World]
+WorldsOn = Callable[[str], Worlds]
+
+
+def worlds_by_size() -> Iterator[Worlds]:
     """Yields what a fixture gives: worlds by their size, which all stop at its end."""
     started: dict[int, World] = {}
 
@@ -190,13 +194,13 @@ def worlds_by_size() -> Iterator[Callable[[int], World]]:
 class _Rank:
     """The parent's end of one process."""
 
-    def __init__(self, number: int, size: int, context: BaseContext, patience: float) -> None:
+    def __init__(self, number: int, size: int, context: BaseContext) -> None:
         self.number = number
         self.log = Path(tempfile.mkstemp(prefix=f"gradferry_rank{number}_", suffix=".log")[1])
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=_serve,
-            args=(number, size, theirs, str(self.log), sys.path, patience),
+            args=(number, size, theirs, str(self.log), sys.path),
             daemon=True,
         )
         self.process.start()
@@ -234,9 +238,7 @@ class _Rank:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
 
 
-def _serve(
-    number: int, size: int, connection: Connection, log: str, path: list[str], patience: float
-) -> None:
+def _serve(number: int, size: int, connection: Connection, log: str, path: list[str]) -> None:
     """The life of a rank: join the world, then run cases until the parent's end closes."""
     _die_with_parent()
     sys.path[:] = path
@@ -246,7 +248,7 @@ def _serve(
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
-        _join_world(number, size, connection, patience)
+        _join_world(number, size, connection)
         connection.send(("result", None))
         with contextlib.suppress(EOFError, ConnectionResetError):
             while True:
@@ -265,12 +267,12 @@ def _die_with_parent() -> None:
     fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _join_world(number: int, size: int, connection: Connection, patience: float) -> None:
+def _join_world(number: int, size: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS * patience)
+    timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
     store = dist.TCPStore(
         "127.0.0.1",
         0 if number == 0 else connection.recv(),

@@ -17,7 +17,6 @@ from stepping import warned
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from world import World
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 
@@ -130,7 +129,7 @@ class Words(nn.Module):
         self.encoder = nn.ModuleDict({"embedding": nn.Linear(32, 64, dtype=dtype)})
 
 
-def case_attach_warnings(
+def attach_warnings(
     make: Callable[[], nn.Module], codec: str, rules: list[dict[str, Any]], native: bool = True
 ) -> list[tuple[str, bool]]:
     """What attach() warns of, and whether it names the line that attaches."""
@@ -156,19 +155,18 @@ def case_attach_warnings(
         ),
     ],
 )
+@on_ranks()
 def test_a_rule_without_a_parameter_is_warned_about(
-    world_of_2: World, rule: dict[str, Any], parts: tuple[str, ...] | None
+    rule: dict[str, Any], parts: tuple[str, ...] | None
 ) -> None:
     rules = [{"codec": "q8", **rule}, {"name": "*", "codec": "q4"}]
-    native = parts is None or "whole" in parts
-    arguments = {"make": Words, "codec": "q4", "rules": rules, "native": native}
-    for warnings in world_of_2.run(case_attach_warnings, **arguments):
-        assert len(warnings) == (parts is not None), warnings
-        for text, at_the_call in warnings:
-            assert at_the_call
-            assert text.startswith("rules[0]={")
-            for part in parts or ():
-                assert part in text, text
+    found = attach_warnings(Words, "q4", rules, native=parts is None or "whole" in parts)
+    assert len(found) == (parts is not None), found
+    for text, at_the_call in found:
+        assert at_the_call
+        assert text.startswith("rules[0]={")
+        for part in parts or ():
+            assert part in text, text
 
 
 NORM = functools.partial(nn.LayerNorm, 4096)
@@ -189,15 +187,17 @@ DOUBLES = functools.partial(Words, torch.float64)
         (Words, "q4", [], False),
     ],
 )
+@on_ranks()
 def test_a_model_that_nothing_compresses_is_warned_about(
-    world_of_2: World, make: Any, codec: str, rules: list[dict[str, Any]], expected: bool
+    make: Any, codec: str, rules: list[dict[str, Any]], expected: bool
 ) -> None:
-    for warnings in world_of_2.run(case_attach_warnings, make=make, codec=codec, rules=rules):
-        assert len(warnings) == expected, warnings
-        if expected:
-            assert f"nothing is compressed by {codec!r}" in warnings[0][0]
-            assert warnings[0][1]
+    found = attach_warnings(make, codec, rules)
+    assert len(found) == expected, found
+    for text, at_the_call in found:
+        assert f"nothing is compressed by {codec!r}" in text
+        assert at_the_call
 
 
-def test_a_world_of_one_compresses_nothing_anyway(worlds: Callable[[int], World]) -> None:
-    assert worlds(1).run(case_attach_warnings, make=NORM, codec="q4", rules=[]) == [[]]
+@on_ranks(1)
+def test_a_world_of_one_compresses_nothing_anyway() -> None:
+    assert attach_warnings(NORM, "q4", []) == []

@@ -30,7 +30,7 @@ from gradferry.ddp.trial import Outcome as Measured
 from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import Run
-from world import World
+from world import World, Worlds
 
 ALIKE = dict.fromkeys(("q4", "q8", "off"), 100.0)
 
@@ -133,7 +133,7 @@ def test_nothing_is_tried_in_a_warm_up(world_of_2: World) -> None:
     )
 
 
-def test_all_ranks_change_the_exchange_at_the_same_step(worlds: Callable[[int], World]) -> None:
+def test_all_ranks_change_the_exchange_at_the_same_step(worlds: Worlds) -> None:
     scenario = dataclasses.replace(AUTO, world_size=3, error_feedback="none")
     ms = {"q4 two-level": 100.0, "q4 flat": 130.0, "q8 two-level": 110.0}
     world = worlds(3)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import gradferry
 import numpy as np
@@ -34,9 +32,8 @@ from scenario import Run, Scenario, Weight
 from stepping import logged, slot
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from world import World
+from world import WorldsOn
 
-WorldsOn = Callable[[str], Callable[[int], World]]
 # What residuals hold of a momentum of 0.5 behind topk:ratio=0.05, of which m / (1 - m) is
 # 0.5 / (1 - 0.5) / (1 + (1 / 0.05 - 1) / 4) = 1 / 5.75: (1 - m) / (1 - 0.5).
 SHARE = 2 / (1 + 1 / 5.75)
@@ -125,24 +122,6 @@ def test_a_candidate_that_would_drop_a_residual_for_good_is_left_out() -> None:
     assert "the residuals of 1 parameters could not be delivered in 10 steps" in left_out[0]
     assert withheld[8] > 0
     assert withheld[-1] == withheld[8]
-
-
-@on_ranks()
-def test_what_engines_count_goes_on_in_those_after_them() -> None:
-    run = Run(AUTO)
-    bound = bound_to(run.state)
-    count = type(bound.running.engine).stats
-    counts = {"host_waits": 2, "workspace_allocations": 3}
-    with mock.patch.object(
-        type(bound.running.engine), "stats", lambda engine: {**count(engine), **counts}
-    ):
-        seen = []
-        for number, codec in enumerate(("q4", "q8", "off", "q4")):
-            bound.running.switch(bound.hook, parse_codec(codec), number)
-            stats = run.state.stats()
-            seen.append(tuple(stats[key] for key in counts))
-    # One engine came before; `off` has none.
-    assert seen == [(4, 6), (6, 9), (6, 9), (8, 12)]
 
 
 def case_withheld(scenario: Scenario) -> list[tuple[np.ndarray, np.ndarray]]:

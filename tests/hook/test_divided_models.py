@@ -30,9 +30,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from world import World
-
-Worlds = Callable[[int], World]
+from world import Worlds
 
 # --- ZeroRedundancyOptimizer: the numbers of one optimizer per rank, to the bit -------------------
 

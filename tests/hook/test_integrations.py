@@ -16,15 +16,13 @@ import torch.distributed as dist
 from gradferry import checkpoint
 from gradferry.integrations import checkpoints
 from gradferry.integrations.models import Metrics, find_ddp, take_momentum
-from on_ranks import on_ranks
+from on_ranks import of_all, on_ranks
 from outcomes import Outcome, attempt
 from stepping import settings, settings_of_steps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
-from world import World
-
-Worlds = Callable[[int], World]
+from world import Worlds
 
 
 def attached(codec: str = "q4", momentum: float | None = 0.8) -> tuple[nn.Module, Any]:
@@ -145,8 +143,7 @@ def test_gathered_states_are_those_of_all_ranks() -> None:
     ddp(torch.randn(4, 64)).sum().backward()
     with mock.patch.object(checkpoints, "_PIECE", 1000):  # several, and no multiple
         got = checkpoints.gather(state, ddp.process_group)
-    everything: list[Any] = [None] * state.world_size
-    dist.all_gather_object(everything, state.state_dict())
+    everything = of_all(state.state_dict())
     assert (got is None) == (state.rank != 0)
     if got is not None:
         expected = checkpoint.merge(everything)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from engine_options import engine_options, parameter
 from gradferry import _native
 from gradferry.core.options import DEFAULTS, SHARDED_DEFAULTS, Options, ShardedOptions
-from on_ranks import on_ranks
-from outcomes import Outcome, attempt
+from on_ranks import of_all, on_ranks
+from outcomes import attempt
 from scenario import ChosenGradients, Run, Scenario, Weight, hooked
 from torch import nn
 from torch._C._distributed_c10d import Backend
@@ -33,7 +33,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
-from world import World
 
 SCENARIO = Scenario((Weight("first", (40, 40)), Weight("second", (9,))))
 
@@ -97,17 +96,14 @@ BAD_OPTIONS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
 )
 
 
-def case_bad_options(rows: list[dict]) -> list[Outcome]:
-    return [attempt(lambda row=row: gradferry.attach(plain_ddp(), **row)) for row in rows]
-
-
-def test_attach_names_the_wrong_value_and_the_closest_right_one(world_of_2: World) -> None:
-    answers = world_of_2.run(case_bad_options, rows=[options for options, _ in BAD_OPTIONS])
-    for (options, parts), one, other in zip(BAD_OPTIONS, *answers, strict=True):
-        assert one.error == other.error == "ConfigError", options
-        assert one.text == other.text, options
+@on_ranks()
+def test_attach_names_the_wrong_value_and_the_closest_right_one() -> None:
+    for options, parts in BAD_OPTIONS:
+        outcome = attempt(lambda: gradferry.attach(plain_ddp(), **options))  # noqa: B023
+        assert outcome.error == "ConfigError", options
+        assert of_all(outcome) == [outcome] * 2, options
         for part in parts:
-            assert part in one.text, (options, one.text)
+            assert part in outcome.text, (options, outcome.text)
 
 
 @on_ranks()

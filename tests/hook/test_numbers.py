@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 import time
@@ -16,7 +17,7 @@ from gradferry.averaging import step_numbers
 from gradferry.averaging.handle import Averaging
 from on_ranks import on_ranks
 from outcomes import attempt
-from scenario import Run, Scenario, Weight, hooked
+from scenario import Lookup, Run, Scenario, Weight, hooked
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -72,10 +73,12 @@ def test_events_are_in_order_and_the_last_256() -> None:
     assert [event["bucket"] for event in events] == list(range(last - 255, last + 1))
     for event in events:
         assert set(event) == EVENT_KEYS
-        assert began < event["begin_ms"] < event["encoded_ms"]
-        assert event["begin_ms"] < event["complete_ms"] < ended
+        assert began < event["begin_ms"]
+        assert event["begin_ms"] < event["encoded_ms"] < event["complete_ms"] < ended
         assert event["encode_ms"] <= event["encoded_ms"] - event["begin_ms"]
-    assert [e["begin_ms"] for e in events] == sorted(e["begin_ms"] for e in events)
+    # DDP hands over a bucket after the hook has returned from the one before.
+    for event, following in itertools.pairwise(events):
+        assert event["encoded_ms"] <= following["begin_ms"]
     assert events[-1]["step"] == 129
 
 
@@ -95,22 +98,12 @@ def exposed_of(events: list[dict[str, Any]]) -> int:
     return total
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(100, 16, sparse=True)
-        self.linear = nn.Linear(16, 64)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.embedding(ids)).sum()
-
-
 @pytest.mark.torch_core
 @pytest.mark.parametrize("codec", ["q4", "off"])
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
 @on_ranks()
 def test_on_step_gets_the_numbers_of_each_step(codec: str, native: bool) -> None:
-    ddp = DistributedDataParallel(Sparse())
+    ddp = DistributedDataParallel(Lookup())
     state = hooked(ddp, codec, native=native)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     rows: list[dict[str, Any]] = []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import gc
 import itertools
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from gradferry import _native
 from gradferry.core import agreement
-from on_ranks import on_ranks
+from on_ranks import of_all, on_ranks
 from outcomes import Outcome, attempt, little_patience
 from products import rows
 from scenario import ChosenGradients, Run, Scenario, Weight, hooked, placed
@@ -34,9 +33,6 @@ from stepping import flip_last_bit
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from watching import expect_no_race
-from world import World
-
-Worlds = Callable[[int], World]
 
 WEIGHTS = (Weight("first", (40, 40)), Weight("second", (9,)))
 RANKS = (0, 1, 2)
@@ -154,8 +150,7 @@ def enter(
 def told_alike(outcome: Outcome, error: str) -> str:
     """The first line of this rank's error, which is that of all ranks."""
     assert outcome.error == error, outcome
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, outcome.headline)
+    texts = of_all(outcome.headline)
     assert len(set(texts)) == 1, texts
     return outcome.headline
 
@@ -259,25 +254,6 @@ def test_other_buckets_on_one_rank_are_one_error_on_all_before_the_optimizer(
     assert re.match(pattern, text), text
     assert "no longer run the same sequence of buckets" in text
     assert run.parameter_hash() == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("odd_rank", RANKS)
-@on_ranks(3)
-def test_one_collective_more_on_the_group_ends_attach_with_the_timeout(odd_rank: int) -> None:
-    """One rank has posted a collective of its own on the group that attach talks over."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
-    extra = None
-    if dist.get_rank() == odd_rank:
-        extra = dist.all_reduce(torch.zeros(300), group=group, async_op=True)
-    tensors = [(w.name, torch.zeros(w.shape)) for w in WEIGHTS]
-    outcome = attempt(lambda: gradferry.Reducer(tensors, "q4", group))
-    if extra is not None:
-        attempt(extra.wait)
-    dist.barrier()
-    assert outcome.error == "PeerError", outcome
-    assert "the ranks could not agree" in outcome.text
-    assert ".cc" not in outcome.text
 
 
 # --- loss scales ----------------------------------------------------------------------------------

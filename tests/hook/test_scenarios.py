@@ -23,9 +23,8 @@ from mixed import COMPLEX, EVERY_DTYPE, MIXED
 from reference import DTYPES, ReferenceEngine, narrow, widen
 from residual_sums import by_tile
 from scenario import Run, Scenario, Weight, bytes_sent, group_of, reference_of
-from world import World
+from world import WorldsOn
 
-Worlds = Callable[[str], Callable[[int], World]]
 Grads = list[np.ndarray | None]  # by weight
 
 # --- axes -----------------------------------------------------------------------------------------
@@ -547,7 +546,7 @@ def compare_numbers(case: Drawn, answers: list[dict[str, Any]], num_passes: int)
 # --- the tests ------------------------------------------------------------------------------------
 
 
-def fault_of(worlds_on: Worlds, row: Row, seed: int) -> str:
+def fault_of(worlds_on: WorldsOn, row: Row, seed: int) -> str:
     """What is wrong with a row; nothing: an empty text."""
     case = drawn(row, seed)
     size = max(case.group_ranks) + 1 if case.group_ranks else case.world_size
@@ -559,7 +558,7 @@ def fault_of(worlds_on: Worlds, row: Row, seed: int) -> str:
     return ""
 
 
-def check(worlds_on: Worlds, row: Row, seed: int) -> None:
+def check(worlds_on: WorldsOn, row: Row, seed: int) -> None:
     if not (fault := fault_of(worlds_on, row, seed)):
         return
     smallest = AXES.shrunk(row, lambda simpler: bool(fault_of(worlds_on, simpler, seed)))
@@ -573,13 +572,13 @@ ROWS = AXES.drawn(QUICK)
 
 @pytest.mark.torch_core
 @pytest.mark.parametrize("number", range(len(ROWS)))
-def test_a_drawn_training_equals_the_reference(worlds_on: Worlds, number: int) -> None:
+def test_a_drawn_training_equals_the_reference(worlds_on: WorldsOn, number: int) -> None:
     check(worlds_on, ROWS[number], QUICK)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_trainings_of_more_seeds_equal_the_reference(worlds_on: Worlds, seed: int) -> None:
+def test_trainings_of_more_seeds_equal_the_reference(worlds_on: WorldsOn, seed: int) -> None:
     for row in AXES.drawn(seed):
         check(worlds_on, row, seed)
 

@@ -31,8 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from world import World
 
-Worlds = Callable[[int], World]
-
 TOKENS, WIDTH, CONTEXT = 40, 32, 12
 Attach = Callable[[DistributedDataParallel], Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,13 +18,12 @@ from gradferry.core.nodes import Nodes
 from gradferry.ddp import auto
 from gradferry.ddp.trial import Clock
 from outcomes import Outcome, attempt
-from priced_device import LAYERS, NUM_ELEMENTS, WIDTH, Prices, group_without_cpu, priced, wrapped
+from priced_device import WIDTH, Prices, group_without_cpu, priced, wrapped
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from watching import expect_no_race
-from world import World
+from world import Worlds
 
-Worlds = Callable[[int], World]
 Members = tuple[tuple[int, ...], ...]
 
 EVEN: Members = ((0, 1), (2, 3))
@@ -74,19 +73,6 @@ def seconds_of(ddp: DistributedDataParallel, x: torch.Tensor, steps: int) -> lis
     return [clock.seconds(*pair) for pair in itertools.pairwise(marks)]
 
 
-def step_seconds(
-    prices: Prices, hook: str, steps: int = 9, layer_s: float = LAYER_S, nodes: object = "auto"
-) -> list[float]:
-    """Seconds per step of a training as attach alone does it."""
-    with priced(prices):
-        ddp, x = wrapped(layer_s, "streamed")
-        if hook == "no communication":
-            ddp.require_backward_grad_sync = False
-        elif hook != "torch:fp32":
-            gradferry.attach(ddp, hook, nodes=nodes)
-        return seconds_of(ddp, x, steps)
-
-
 # --- doctor
 
 
@@ -107,26 +93,6 @@ def case_doctor(
     return found, str(found)
 
 
-def test_doctor_says_what_steps_take_by_the_clock_of_the_device(worlds: Worlds) -> None:
-    hooks = ["torch:bf16", "q8", "q4"]
-    (found, text), (other, _) = worlds(2).run(case_doctor, prices=Prices(), hooks=hooks)
-    assert found == other
-    assert found.verdict.startswith("On one host, use q4: it takes ")
-    assert {step.hook for step in found.steps} == {"torch:fp32", *hooks}
-    assert found.elements == NUM_ELEMENTS
-    assert [step.seconds for step in found.steps] == sorted(step.seconds for step in found.steps)
-    # A layer takes its time backwards, and half of it forwards.
-    assert 6 * LAYER_S <= found.silent_s <= 6.5 * LAYER_S
-    for step in found.steps:
-        if step.steps == 2:
-            continue
-        alone = worlds(2).run(step_seconds, prices=Prices(), hook=step.hook)[0]
-        # doctor's optimizer, whose kernels it alone has, lies between the steps.
-        optimizer = 12 * (Prices().launch + 8 * 4 * WIDTH**2 * Prices().byte) * LAYERS
-        assert alone[-1] * (1 - 1e-9) <= step.seconds <= alone[-1] + optimizer, step
-    assert "All ranks share one host, so nothing crossed a network between" in text
-
-
 def test_doctor_tries_both_exchanges_where_ranks_share_nodes(worlds: Worlds) -> None:
     arguments = {"prices": SLOW, "hooks": ["q4"], "members": EVEN, "has_cpu": False}
     answers = worlds(4).run(case_doctor, **arguments)
@@ -135,13 +101,16 @@ def test_doctor_tries_both_exchanges_where_ranks_share_nodes(worlds: Worlds) -> 
     assert [step.name for step in found.steps[:2]] == ["q4 (two-level)", "q4 (flat)"]
     assert found.verdict.startswith("Use q4 (two-level): it takes ")
     assert "; attach with nodes=2; none of these keeps up, and gradferry.DiLoCo" in found.verdict
-    alone = worlds(4).run(case_alone_on, members=EVEN, hook="q4")[0]
+    alone = worlds(4).run(case_alone_on, members=EVEN)[0]
     assert alone[-1] <= found.steps[0].seconds * (1 + 1e-9)  # sums of floats
 
 
-def case_alone_on(members: Members, hook: str) -> list[float]:
-    with on_nodes(members):
-        return step_seconds(SLOW, hook, nodes=len(members[0]))
+def case_alone_on(members: Members) -> list[float]:
+    """Seconds per step of a training as attach alone does it."""
+    with on_nodes(members), priced(SLOW):
+        ddp, x = wrapped(LAYER_S, "streamed")
+        gradferry.attach(ddp, "q4", nodes=len(members[0]))
+        return seconds_of(ddp, x, 9)
 
 
 def test_doctor_leaves_out_an_exchange_that_attach_cannot_be_told(worlds: Worlds) -> None:

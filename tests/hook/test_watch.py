@@ -18,7 +18,6 @@ from scenario import hooked
 from stepping import logged, texts
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from world import World
 
 SGD = torch.optim.SGD
 
@@ -90,7 +89,7 @@ CHANGES = {
 }
 
 
-def case_changed(
+def changed(
     change: Callable[[nn.Sequential], None], every: int, on: tuple[int, ...] = (0, 1)
 ) -> tuple[Outcome, int]:
     """What training says after a change on some ranks, and after how many more steps."""
@@ -110,29 +109,29 @@ def case_changed(
 
 @pytest.mark.torch_core
 @pytest.mark.parametrize("change", CHANGES)
+@on_ranks()
 def test_check_names_the_parameter_that_is_not_that_of_attach(
-    world_of_2: World, change: Callable[[nn.Sequential], None]
+    change: Callable[[nn.Sequential], None],
 ) -> None:
     for every in (1, 4) if change in (assign, add_layer) else (4,):
-        answers = world_of_2.run(case_changed, change=change, every=every)
-        for outcome, steps in answers:
-            assert outcome.error == "StateError", outcome.text
-            name, what = CHANGES[change]
-            assert outcome.text.startswith(f"parameter {name} {what}"), outcome.text
-            assert "build a new DistributedDataParallel" in outcome.text
-            # At the next bucket of a step that `every` divides, or, where none comes, in the
-            # optimizer's step after so many without one.
-            bucket_comes = change in (new_head, add_layer, unfreeze)
-            assert steps == ({1: 0, 4: 2}[every] if bucket_comes else every - 1)
+        outcome, steps = changed(change, every)
+        assert outcome.error == "StateError", outcome.text
+        name, what = CHANGES[change]
+        assert outcome.text.startswith(f"parameter {name} {what}"), outcome.text
+        assert "build a new DistributedDataParallel" in outcome.text
+        # At the next bucket of a step that `every` divides, or, where none comes, in the
+        # optimizer's step after so many without one.
+        bucket_comes = change in (new_head, add_layer, unfreeze)
+        assert steps == ({1: 0, 4: 2}[every] if bucket_comes else every - 1)
 
 
-def test_change_on_one_rank_ends_the_others(world_of_2: World) -> None:
-    answers = world_of_2.run(case_changed, change=add_layer, every=1, on=(0,))
+@on_ranks()
+def test_change_on_one_rank_ends_the_others() -> None:
+    outcome, steps = changed(add_layer, every=1, on=(0,))
     # Where one rank fails, the others get its text.
-    assert [outcome.error for outcome, _ in answers] == ["StateError", "PeerError"]
-    for outcome, steps in answers:
-        assert steps == 0
-        assert f"parameter {CHANGES[add_layer][0]}" in outcome.headline
+    assert outcome.error == ("StateError", "PeerError")[dist.get_rank()]
+    assert steps == 0
+    assert f"parameter {CHANGES[add_layer][0]}" in outcome.headline
 
 
 @on_ranks()
@@ -323,15 +322,6 @@ def test_steps_without_a_pass_that_are_meant_raise_no_alarm() -> None:
             else:
                 discriminator.ddp(made.detach()).sum().backward()
                 two.step()
-        # A discriminator that is frozen while the generator learns from it.
-        for step in range(8):
-            discriminator.ddp(inputs(step)).sum().backward()
-            discriminator.model.requires_grad_(False)
-            with discriminator.ddp.no_sync():
-                discriminator.ddp(generator.ddp(inputs(step))).sum().backward()
-            discriminator.model.requires_grad_(True)
-            two.step()
-            one.step()
         # One optimizer for two models.
         models = attached(), attached()
         both = SGD([p for each in models for p in each.ddp.parameters()], lr=0.01)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from resumable import fingerprints
 from torch import nn
 from world import World, WorldError
 
@@ -71,34 +71,13 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 64, generator=generator), torch.randn(8, 16, generator=generator)
 
 
-def digest(value: Any) -> str:
-    """Of every bit of tensors and numbers in containers."""
-    sums = hashlib.sha256()
-
-    def add(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            sums.update(value.detach().contiguous().numpy().tobytes())
-        elif isinstance(value, dict):
-            for key in value:
-                sums.update(repr(key).encode())
-                add(value[key])
-        elif isinstance(value, list | tuple):
-            for item in value:
-                add(item)
-        else:
-            sums.update(repr(value).encode())
-
-    add(value)
-    return sums.hexdigest()
-
-
 def end(model: nn.Module, optimizer: Any, state: Any, losses: dict[int, float]) -> dict[str, Any]:
     """What two trainings that are the same have in common."""
     assert not state.passes_through
     return {
-        "parameters": digest(model.state_dict()),
-        "optimizer": digest(optimizer.state_dict()),
-        "withheld": digest(state.state_dict()),
+        "parameters": dict(fingerprints(model.state_dict())),
+        "optimizer": dict(fingerprints(optimizer.state_dict())),
+        "withheld": dict(fingerprints(state.state_dict())),
         "losses": {step: float(loss).hex() for step, loss in losses.items()},
     }
 

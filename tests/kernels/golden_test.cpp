@@ -1,13 +1,45 @@
 // Payloads, residuals and results recorded in tests/kernels/golden: the wire format does not change
-// by accident. To write them anew needs a new wire version (tests/kernels/golden/README.md).
+// by accident. To write them anew needs a new wire version (tests/kernels/golden/README.md): with
+// GRADFERRY_WRITE_GOLDEN=FOLDER what is found is written to FOLDER/<archive>/<name>.bin.
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <string>
+
+#include "tests/kernels/archive.h"
 #include "tests/kernels/codec_runner.h"
-#include "tests/kernels/golden_files.h"
 #include "tests/kernels/option_sets.h"
 
 namespace gradferry::testing {
 namespace {
+
+const std::map<std::string, std::string>& golden_archive(const std::string& name) {
+  static std::map<std::string, std::map<std::string, std::string>> archives;
+  auto found = archives.find(name);
+  if (found == archives.end()) {
+    found = archives.emplace(name, read_archive(GRADFERRY_GOLDEN_DIR "/" + name + ".tar")).first;
+  }
+  return found->second;
+}
+
+void expect_golden(const std::string& archive, const std::string& name, const std::string& found) {
+  if (const char* folder = std::getenv("GRADFERRY_WRITE_GOLDEN")) {
+    const std::filesystem::path path = std::filesystem::path(folder) / archive;
+    std::filesystem::create_directories(path);
+    std::ofstream(path / (name + ".bin"), std::ios::binary) << found;
+    return;
+  }
+  EXPECT_TRUE(golden_archive(archive).at(name + ".bin") == found)
+      << name << " of " << archive << " differs";
+}
+
+template <class Bytes>
+std::string as_string(const Bytes& bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
 
 // Magnitudes over 30 powers of two, every sign, from integers alone: element i of rank r is
 // m * 2^e with the bits of a 32-bit congruential generator.
@@ -24,15 +56,6 @@ std::vector<double> golden_numbers(uint32_t n, uint32_t rank) {
 
 constexpr uint32_t kElements = 1100;  // one whole group, blocks, and a ragged end
 
-// Every codec of the table, with each of its options.
-std::vector<std::string> golden_codecs() {
-  std::vector<std::string> result;
-  for (const Codec& codec : cpu_codecs(Isa::kScalar)) {
-    for (std::string& text : option_sets(codec)) result.push_back(std::move(text));
-  }
-  return result;
-}
-
 // The codec string with '_' for what separates options.
 std::string stem(const std::string& codec) { return as_name(codec, ".="); }
 
@@ -44,7 +67,7 @@ Runner runner(const std::string& codec) {
 }
 
 TEST(GoldenFiles, StillDescribeTheWireFormat) {
-  for (const std::string& codec : golden_codecs()) {
+  for (const std::string& codec : all_codecs()) {
     for (const Isa isa : available_isas()) {
       const Runner run = runner(codec);
       const std::string archive(run.codec(isa).name);

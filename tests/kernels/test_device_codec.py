@@ -106,24 +106,6 @@ def test_results_are_those_of_the_cpu_in_one_launch_each(
     assert fake_device.machine.races() == []
 
 
-@DEVICE
-@on_ranks(1)
-def test_with_a_momentum_the_residual_keeps_it(device: str) -> None:
-    """Half of the gradient is sent; of what arrives the residual keeps a half."""
-    gradient = gaussian(0)
-    codec = make("q8", momentum=True)
-    there, residual = on_device(gradient), zeros()
-    codec.encode(there, residual)
-    codec.receive(0)
-    codec.reduce(None, 1)
-    codec.decode(there, residual)
-    codec.expect_no_findings()
-    sent = on_cpu("q8", 0.5 * gradient)
-    arrived = on_cpu("q8", sent)
-    assert torch.equal(there.cpu(), arrived)
-    assert torch.equal(residual.cpu(), (0.5 * gradient - sent) + 0.5 * arrived)
-
-
 WRONG = {
     "payload": r"ProtocolError: rank 0 \w+ a message from rank 1 \(step 0, chunk 0, scatter\): ",
     "number": "ConfigError: tile 0 was decoded to a number that is not finite",

@@ -1,5 +1,5 @@
-// What docs/reference/wire_format.md promises of headers, commits, checksums and hashes: the law of
-// headers is its table, and every field of it is looked at.
+// What docs/reference/wire_format.md promises of headers, commits and checksums: the law of headers
+// is its table, and every field of it is looked at.
 #include "gradferry/wire.h"
 
 #include <gtest/gtest.h>
@@ -10,13 +10,11 @@
 #include <cstring>
 #include <fstream>
 #include <map>
-#include <numeric>
 #include <random>
 #include <sstream>
 #include <string>
 #include <vector>
 
-#include "hooks/hash64.h"
 #include "hooks/protocol/messages.h"
 
 namespace gradferry::testing {
@@ -104,7 +102,7 @@ TEST(HeaderLaw, OfChecksumsThatOfTheSenderIsExpected) {
   EXPECT_EQ(found.received, kHeader.checksum);
 }
 
-// --- commits and hashes --------------------------------------------------------------------------
+// --- commits -------------------------------------------------------------------------------------
 
 TEST(CommitRecord, IsTheTableOfTheDocument) {
   const Fault fault{WireStatus::kBadChecksum, Phase::kGather,     3,
@@ -144,37 +142,10 @@ TEST(CommitRecord, IsTheTableOfTheDocument) {
   EXPECT_EQ(record.failed_chunk + record.failed_phase + record.failed_rank + record.expected, 0);
 }
 
-// By the three steps of the document: of words of 32 bytes and a ragged rest, and of less.
-TEST(Hash64, IsTheDocumentedOne) {
-  std::array<uint8_t, 75> bytes{};
-  std::iota(bytes.begin(), bytes.end(), uint8_t{1});
-  EXPECT_EQ(hash64(bytes.data(), 75), 0xe203b3b4a61cea99);
-  EXPECT_EQ(hash64(bytes.data(), 3), 0x49f9ab282d5a5bf8);
-}
-
 // --- checksums -----------------------------------------------------------------------------------
 
 uint64_t sum_of(const std::vector<uint32_t>& words, size_t offset = 0) {
   return word_sum(reinterpret_cast<const std::byte*>(words.data()), 4 * words.size(), offset);
-}
-
-std::vector<uint32_t> random_words(size_t num_words) {
-  std::mt19937 random(1);
-  std::vector<uint32_t> words(num_words);
-  for (uint32_t& word : words) word = static_cast<uint32_t>(random());
-  return words;
-}
-
-TEST(WordSum, IsTheDocumentedSumAndThatOfItsParts) {
-  EXPECT_EQ(sum_of({}), 0u);
-  EXPECT_EQ(sum_of({1, 10, 100}), 3 + 50 + 700u);
-  EXPECT_EQ(sum_of({0xffffffff, 0xffffffff}, 8), 0xffffffffu * uint64_t{7 + 9});
-  const std::vector<uint32_t> words = random_words(1000);
-  for (const ptrdiff_t split : {0, 1, 16, 999, 1000}) {
-    const std::vector<uint32_t> before(words.begin(), words.begin() + split);
-    const std::vector<uint32_t> after(words.begin() + split, words.end());
-    EXPECT_EQ(sum_of(before) + sum_of(after, before.size() * 4), sum_of(words));
-  }
 }
 
 // A flip adds or subtracts what its bit alone sums to. Two of them cancel when these are equal, or

@@ -6,7 +6,6 @@ import contextlib
 import pydoc
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import gradferry
@@ -15,7 +14,7 @@ from documented import PAGES, ROOT, blocks, case_snippets
 from gradferry.core.options import DEFAULTS
 from gradferry_lab.cli import main, parser
 from programs import load_program
-from world import World
+from world import Worlds
 
 # What a page's snippets are run with, beside what `documented` gives to all of them.
 WORLD_SIZES = {"fsdp.md": 4, "compatibility.md": 4}
@@ -23,7 +22,7 @@ SNIPPETS = [page for page in PAGES if blocks(page, "python")]
 
 
 @pytest.mark.parametrize("page", SNIPPETS, ids=str)
-def test_every_snippet_runs(worlds: Callable[[int], World], page: str, tmp_path: Path) -> None:
+def test_every_snippet_runs(worlds: Worlds, page: str, tmp_path: Path) -> None:
     name = Path(page).name
     snippets = blocks(page, "python")
     world = worlds(WORLD_SIZES.get(name, 2))

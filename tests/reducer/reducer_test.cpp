@@ -5,7 +5,6 @@
 #include <torch/torch.h>
 
 #include <sstream>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <vector>
 
 #include "ranks.h"
@@ -142,24 +141,6 @@ TEST(Reducer, MomentumModeDeliversTheMomentum) {
       reducer.all_reduce(ones);
       EXPECT_TRUE(torch::equal(ones[0], torch::full({64, 100}, expected)));
     }
-  });
-  EXPECT_EQ(errors, kNoErrors);
-}
-
-TEST(Reducer, MeetsInATcpStore) {
-  c10d::TCPStoreOptions serves;
-  serves.port = 0;  // any
-  serves.isServer = true;
-  serves.waitWorkers = false;
-  const auto server = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", serves);
-  const auto errors = run_ranks([&](uint32_t rank) {
-    c10d::TCPStoreOptions asks;
-    asks.port = server->getPort();
-    asks.waitWorkers = false;
-    const auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", asks);
-    Reducer reducer(tensors(), with("q4"), store, rank, kRanks);
-    auto mine = gradients(rank, 0);
-    reducer.all_reduce(mine);
   });
   EXPECT_EQ(errors, kNoErrors);
 }

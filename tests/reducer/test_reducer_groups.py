@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from on_ranks import on_ranks
 from outcomes import Outcome, attempt
 from own_groups import own_group
 from training_alone import Plain, are_equal, bits_of, make, move, movements
-from world import World, WorldError
-
-Worlds = Callable[[int], World]
+from world import World, WorldError, Worlds
 
 LOST = 2
 

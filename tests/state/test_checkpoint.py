@@ -22,10 +22,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry import StateError, checkpoint
-from on_ranks import on_ranks
+from on_ranks import of_all, on_ranks
 from outcomes import Outcome, attempt
 from saved import same
-from world import World
+from world import Worlds
 
 
 def content(rank: int, version: int) -> dict[str, Any]:
@@ -172,9 +172,7 @@ def test_rank_that_cannot_save_is_one_error_on_all_and_leaves_the_old_one_alone(
 
 
 def expect_on_all(outcome: Outcome) -> None:
-    of_all: list[Any] = [None] * 2
-    dist.all_gather_object(of_all, outcome)
-    assert of_all[0] == of_all[1]
+    assert of_all(outcome) == [outcome] * 2
 
 
 @on_ranks(2)
@@ -280,7 +278,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def of_two(worlds: Callable[[int], World], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def of_two(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that two ranks have saved."""
     folder = tmp_path_factory.mktemp("saved")
     worlds(2).run(case_save_once, folder=str(folder))

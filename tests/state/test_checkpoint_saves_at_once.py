@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gradferry import checkpoint
 from gradferry.core import agreement, content_file
 from interleaving import Beside, run_with
-from on_ranks import on_ranks
+from on_ranks import of_all, on_ranks
 from outcomes import Outcome, attempt
 
 OVERTAKEN = "another save was completed there meanwhile"
@@ -129,6 +129,4 @@ def test_save_that_another_one_overtakes_raises_on_all_ranks(tmp_path: Path, pla
     # At the last place it was complete before the other one began.
     assert outcome.error == ("StateError" if place < 3 else None)
     assert place == 3 or OVERTAKEN in outcome.text
-    of_all: list[Any] = [None] * 2
-    dist.all_gather_object(of_all, outcome)
-    assert of_all[0] == of_all[1]
+    assert of_all(outcome) == [outcome] * 2

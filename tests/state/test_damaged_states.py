@@ -4,24 +4,23 @@ nothing. Whatever they hold."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gradferry
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from damaged_states import CHANGES, VALUES, damaged, drawn, examples, made
 from gradferry.checkpoint import ResizedState
 from gradferry.ddp.auto import Choice
 from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import of_all
 from saved import same
 from scenario import Scenario, Weight
 from ways import WAYS
-from world import World
+from world import Worlds
 
 WEIGHTS = (
     Weight("first", (90, 70)),
@@ -35,9 +34,7 @@ Drawn = tuple[list[Any], list[Any]]  # changes of a state, and values in place o
 
 
 def merged_of_all_ranks(state: dict[str, Any]) -> dict[str, Any]:
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, state)
-    return gradferry.checkpoint.merge(states)
+    return gradferry.checkpoint.merge(of_all(state))
 
 
 def loaded_of(loader: Any, state: Any, on_resize: Any) -> bool:
@@ -83,7 +80,7 @@ CASES = [("reducer", "strict"), ("reducer", "mean"), ("hook", "strict"), ("shard
 @pytest.mark.parametrize("count", [QUICK, pytest.param(MANY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("way", "on_resize"), CASES)
 def test_damaged_state_loads_or_is_refused_and_changes_nothing(
-    worlds: Callable[[int], World], way: str, on_resize: str, count: int
+    worlds: Worlds, way: str, on_resize: str, count: int
 ) -> None:
     what = (drawn(CHANGES, count), drawn(VALUES, count))
     for refused in worlds(3).run(case_damaged, way=way, on_resize=on_resize, drawn=what):

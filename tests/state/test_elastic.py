@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,10 +28,7 @@ from saved import same
 from scenario import Run, Scenario, Weight
 from stepping import warned
 from ways import WAYS
-from world import World
-
-Worlds = Callable[[int], World]
-WorldsOn = Callable[[str], Worlds]
+from world import Worlds, WorldsOn
 
 WEIGHTS = (
     Weight("embedding", (70, 64)),

@@ -10,12 +10,10 @@ from typing import Any
 import gradferry
 import pytest
 import torch
-import torch.distributed as dist
 from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import Run, Scenario, Weight
 from stepping import warned
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 WEIGHTS = (Weight("first", (90, 70)), Weight("bias", (50,)), Weight("second", (120, 60)))
@@ -156,31 +154,6 @@ def test_copied_state_says_that_it_is_unbound_and_can_be_bound(how: str) -> None
     ddp(run.targets(0)).backward()
     assert state.config == run.state.config
     assert state.stats()["buckets"] > 0
-
-
-class Tied(nn.Module):
-    """A language model's: what embeds tokens also scores them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, 32)
-        self.head = nn.Linear(32, 64, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embedding(ids)).sum()
-
-
-@on_ranks(2)
-def test_tied_weights_are_averaged_once() -> None:
-    plain = DistributedDataParallel(Tied())
-    ours = DistributedDataParallel(copy.deepcopy(plain.module))
-    state = gradferry.attach(ours, "exact")
-    for ddp in (plain, ours):
-        ddp(torch.arange(4) + 4 * dist.get_rank()).backward()
-    assert [parameter.name for parameter in state.parameters] == ["embedding.weight"]
-    # A sum of two, halved.
-    assert torch.equal(ours.module.embedding.weight.grad, plain.module.head.weight.grad)
 
 
 @on_ranks(2)

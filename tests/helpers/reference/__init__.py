@@ -1,3 +1,4 @@
+# ruff: noqa: F401 (names for those that import from here)
 """docs/reference/wire_format.md in NumPy: shares nothing with the library's implementation."""
 
 from .codecs import CODECS, Codec, Context, find_codec
@@ -30,35 +31,3 @@ from .reduce_scatter import (
     scattered_bytes_per_step,
 )
 from .scalars import DTYPES, narrow, widen
-
-__all__ = [
-    "CHUNK_BYTES",
-    "CODECS",
-    "DTYPES",
-    "HEADER",
-    "MAGIC",
-    "TILE_ELEMENTS",
-    "Codec",
-    "Context",
-    "Header",
-    "Layout",
-    "Parameter",
-    "ReferenceEngine",
-    "ReferenceReduceScatter",
-    "Tile",
-    "accumulate_tensors",
-    "assign_owners",
-    "cut_chunks",
-    "decode_tensor",
-    "encode_tensor",
-    "find_codec",
-    "gathered_bytes_per_step",
-    "message_checksum",
-    "narrow",
-    "scattered_bytes_per_step",
-    "sent_per_step",
-    "two_level_bytes_per_step",
-    "widen",
-    "wire_bytes_per_step",
-    "word_sum",
-]

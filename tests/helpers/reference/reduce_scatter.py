@@ -43,8 +43,6 @@ class ReferenceReduceScatter:
         self,
         number: int,
         gradients: Sequence[Sequence[np.ndarray]],
-        *,
-        gain: float = 1.0,
         warmup: str | None = None,
     ) -> list[np.ndarray]:
         """gradients[rank][parameter] -> means by parameter.
@@ -57,7 +55,7 @@ class ReferenceReduceScatter:
             by_rank = [gradients[rank][index] for rank in self._ranks]
             residuals = self.worker_residual[index] if warmup != "exact" else []
             used = codec if warmup is None or codec == "exact" else warmup
-            means.append(self._mean(number, used, by_rank, residuals, gain, first_tile))
+            means.append(self._mean(number, used, by_rank, residuals, first_tile))
             first_tile += -(-len(by_rank[0]) // 4096)
         return means
 
@@ -67,7 +65,6 @@ class ReferenceReduceScatter:
         codec: str,
         by_rank: Sequence[np.ndarray],
         residuals: Sequence[np.ndarray],
-        gain: float,
         first_tile: int,
     ) -> np.ndarray:
         wide = [cut_into_tiles(widen(flat, self._dtype)) for flat in by_rank]
@@ -82,7 +79,6 @@ class ReferenceReduceScatter:
                     self._dtype,
                     wide[rank][part],
                     kept[rank][part] if kept else None,
-                    gain=gain,
                     context=context,
                 )
                 for rank in self._ranks
@@ -121,13 +117,12 @@ def gathered_bytes_per_step(
     owners: Sequence[int],
     buckets: Sequence[Sequence[int]],
     world_size: int,
-    chunk_bytes: int = CHUNK_BYTES,
     dtype: str = "float32",
 ) -> int:
     """What each rank sends to others when all buckets are all-gathered on a host."""
     sent = 0
     for bucket in buckets:
-        chunks = _chunks_in_turns(sizes, codecs, owners, bucket, world_size, chunk_bytes, dtype)
+        chunks = _chunks_in_turns(sizes, codecs, owners, bucket, world_size, CHUNK_BYTES, dtype)
         sent += sum(HEADER_BYTES + max(chunk) for chunk in chunks)
         sent += bool(chunks) * HEADER_BYTES  # commits
     return sent * (world_size - 1)
