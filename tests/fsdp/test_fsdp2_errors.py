@@ -36,7 +36,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.optim import SGD
-from world import World, WorldError, Worlds
+from world import WorldError, Worlds
 
 HYBRID, FOUR = Sharding(), Sharding(1, 4)
 
