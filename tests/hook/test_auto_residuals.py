@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import gradferry
 import numpy as np
@@ -122,6 +123,24 @@ def test_a_candidate_that_would_drop_a_residual_for_good_is_left_out() -> None:
     assert "the residuals of 1 parameters could not be delivered in 10 steps" in left_out[0]
     assert withheld[8] > 0
     assert withheld[-1] == withheld[8]
+
+
+@on_ranks()
+def test_what_engines_count_goes_on_in_those_after_them() -> None:
+    run = Run(AUTO)
+    bound = bound_to(run.state)
+    count = type(bound.running.engine).stats
+    counts = {"host_waits": 2, "workspace_allocations": 3}
+    with mock.patch.object(
+        type(bound.running.engine), "stats", lambda engine: {**count(engine), **counts}
+    ):
+        seen = []
+        for number, codec in enumerate(("q4", "q8", "off", "q4")):
+            bound.running.switch(bound.hook, parse_codec(codec), number)
+            stats = run.state.stats()
+            seen.append(tuple(stats[key] for key in counts))
+    # One engine came before; `off` has none.
+    assert seen == [(4, 6), (6, 9), (6, 9), (8, 12)]
 
 
 def case_withheld(scenario: Scenario) -> list[tuple[np.ndarray, np.ndarray]]:
