@@ -57,7 +57,7 @@ World take_world(Bytes& input) {
       return dtype == ScalarType::kFloat64 && !fits ? std::string("exact") : text;
     };
     ParameterSpec& spec = world.parameters.emplace_back();
-    spec.name = "p";
+    spec.name.assign(1, 'p');  // g++ 12 takes = "p" for a copy that overlaps
     spec.num_elements = input.flip() ? input.take<uint16_t>() : input.take<uint8_t>();
     spec.dtype = dtype;
     spec.codec = codec();
