@@ -138,19 +138,32 @@ void draw_loss_scale(Choices& choices, World& world) {
   world.different_step = choices.below(static_cast<uint32_t>(world.steps.size()));
 }
 
-constexpr std::array kNumberNames = {"whole", "zeros", "uniform", "wide",
-                                     "tiny",  "huge",  "NaN",     "infinity"};
-constexpr std::array kBeforeNames = {"", " scaled", " added"};
-constexpr std::array kMishapNames = {"none",  "flip",  "truncate", "lose", "replay", "swap",
-                                     "delay", "stall", "cut",      "kill", "halt",   "forge"};
-constexpr std::array kDifferenceNames = {"none",         "config hash", "layout hash",
-                                         "step",         "order",       "parameters",
-                                         "short bucket", "failure",     "loss scale"};
-constexpr std::array kDtypeNames = {"fp32", "bf16", "fp16", "fp64"};
+const char* name_of(Numbers numbers) {
+  constexpr std::array kNames = {"whole", "zeros", "uniform", "wide",
+                                 "tiny",  "huge",  "NaN",     "infinity"};
+  return kNames[static_cast<size_t>(numbers)];
+}
 
-template <typename Value, size_t kSize>
-std::string name_of(Value value, const std::array<const char*, kSize>& names) {
-  return names[static_cast<size_t>(value)];
+const char* name_of(Before before) {
+  constexpr std::array kNames = {"", " scaled", " added"};
+  return kNames[static_cast<size_t>(before)];
+}
+
+const char* name_of(Mishap mishap) {
+  constexpr std::array kNames = {"none",  "flip",  "truncate", "lose", "replay", "swap",
+                                 "delay", "stall", "cut",      "kill", "halt",   "forge"};
+  return kNames[static_cast<size_t>(mishap)];
+}
+
+const char* name_of(Difference difference) {
+  constexpr std::array kNames = {"none",       "config hash",  "layout hash", "step",      "order",
+                                 "parameters", "short bucket", "failure",     "loss scale"};
+  return kNames[static_cast<size_t>(difference)];
+}
+
+const char* name_of(ScalarType dtype) {
+  constexpr std::array kNames = {"fp32", "bf16", "fp16", "fp64"};
+  return kNames[static_cast<size_t>(dtype)];
 }
 
 template <typename T>
@@ -254,17 +267,16 @@ std::string World::text() const {
   text += ", chunks of " + std::to_string(chunk_bytes) + (equal_scatter ? ", padded" : "") +
           ", order " + std::to_string(order_seed);
   for (const auto& p : parameters) {
-    text += "\n  " + p.name + ": " + std::to_string(p.num_elements) + " " +
-            name_of(p.dtype, kDtypeNames) + " " + p.codec +
-            (warmup_steps != 0 ? " after " + p.warmup : "") + (p.worker_residual ? " worker" : "") +
-            (p.owner_residual ? " owner" : "") +
+    text += "\n  " + p.name + ": " + std::to_string(p.num_elements) + " " + name_of(p.dtype) + " " +
+            p.codec + (warmup_steps != 0 ? " after " + p.warmup : "") +
+            (p.worker_residual ? " worker" : "") + (p.owner_residual ? " owner" : "") +
             (p.owner ? " of rank " + std::to_string(*p.owner) : "");
   }
   text += "\n  buckets";
   for (const auto& bucket : buckets) text.append(" ").append(list(bucket));
   for (size_t i = 0; i < steps.size(); ++i) {
-    text += "\n  step " + std::to_string(i) + ":" + name_of(steps[i].before, kBeforeNames);
-    for (const Numbers numbers : steps[i].numbers) text += " " + name_of(numbers, kNumberNames);
+    text += "\n  step " + std::to_string(i) + ":" + name_of(steps[i].before);
+    for (const Numbers numbers : steps[i].numbers) text += std::string(" ") + name_of(numbers);
     if (has_loss_scale) text += ", scale 2^" + std::to_string(steps[i].loss_scale_exponent);
     const auto add = [&](const std::vector<uint8_t>& flags) {
       text += ' ';
@@ -280,13 +292,12 @@ std::string World::text() const {
     }
   }
   if (fault.mishap != Mishap::kNone) {
-    text += "\n  mishap: " + name_of(fault.mishap, kMishapNames) + " of message " +
+    text += std::string("\n  mishap: ") + name_of(fault.mishap) + " of message " +
             std::to_string(fault.message) + "/65536, detail " + std::to_string(fault.detail);
   }
   if (difference != Difference::kNone) {
-    text += "\n  rank " + std::to_string(different_rank) +
-            " differs: " + name_of(difference, kDifferenceNames) + " from step " +
-            std::to_string(different_step);
+    text += "\n  rank " + std::to_string(different_rank) + " differs: " + name_of(difference) +
+            " from step " + std::to_string(different_step);
   }
   if (resumes) text += "\n  resumes" + (resized ? " with " + std::to_string(resized) : "");
   return text;
