@@ -1,9 +1,8 @@
-// The memory of any bucket of any model in any world: chunks fit the buffers, and ranks plan alike.
-// That each element and each residual has one place, and that what one rank sends is what the other
-// expects, shows where averages and residuals are right: in simulated worlds (tests/faults/sim)
-// and, of an all-gather, in tests/fsdp.
+// Plans of any bucket of any model in any world: every element has one place in every step of the
+// exchange, what one rank sends is what the other expects, and all of it fits the buffers.
 #include <algorithm>
 #include <array>
+#include <map>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -29,6 +28,30 @@ struct World {
 struct Rank {
   Layout layout;
   BucketPlan plan;
+};
+
+// Marks ranges of which none may overlap another.
+class Ranges {
+ public:
+  void add(uint64_t begin, uint64_t size) { parts_.emplace_back(begin, begin + size); }
+  // Whether they are 0 .. size - 1, each once.
+  bool cover(uint64_t size) { return disjoint() && total() == size && end() <= size; }
+  bool disjoint() {
+    std::ranges::sort(parts_);
+    for (size_t i = 1; i < parts_.size(); ++i) {
+      if (parts_[i].first < parts_[i - 1].second) return false;
+    }
+    return true;
+  }
+  uint64_t end() const { return parts_.empty() ? 0 : parts_.back().second; }
+
+ private:
+  uint64_t total() const {
+    uint64_t sum = 0;
+    for (const auto& [begin, end] : parts_) sum += end - begin;
+    return sum;
+  }
+  std::vector<std::pair<uint64_t, uint64_t>> parts_;
 };
 
 World take_world(Bytes& input) {
@@ -57,7 +80,7 @@ World take_world(Bytes& input) {
       return dtype == ScalarType::kFloat64 && !fits ? std::string("exact") : text;
     };
     ParameterSpec& spec = world.parameters.emplace_back();
-    spec.name.assign(1, 'p');  // g++ 12 takes = "p" for a copy that overlaps
+    spec.name = "p";
     spec.num_elements = input.flip() ? input.take<uint16_t>() : input.take<uint8_t>();
     spec.dtype = dtype;
     spec.codec = codec();
@@ -88,6 +111,164 @@ World take_world(Bytes& input) {
                   .siblings_share = input.flip() && !nodes.is_flat(),
                   .collective = collective};
   return world;
+}
+
+template <typename Visit>
+void each_tile(const std::vector<PlannedBatch>& batches, const Visit& visit) {
+  for (const PlannedBatch& batch : batches) {
+    ASSERT_EQ(batch.tiles.size(), batch.ranks.size());
+    for (size_t i = 0; i < batch.tiles.size(); ++i) visit(batch, batch.tiles[i], batch.ranks[i]);
+  }
+}
+
+uint32_t bytes_of(const Rank& rank, const Tile& tile, Stage stage, const PlanOptions& options) {
+  return rank.layout.payload_bytes(rank.layout.parameter_of(tile.id), tile.num_elements, stage,
+                                   options.codecs);
+}
+
+// Owners are those of parameters that have one. Residuals of a rank's tiles lie apart, inside of
+// what the layout counts.
+void check_layout(const World& world, const Layout& layout) {
+  Ranges worker, owner;
+  for (size_t i = 0; i < world.parameters.size(); ++i) {
+    const Parameter& parameter = layout.parameters()[i];
+    for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
+      const uint64_t id = parameter.first_tile + t;
+      ASSERT_EQ(&layout.parameter_of(id), &parameter);
+      ASSERT_EQ(layout.owner(id), world.parameters[i].owner.value_or(layout.owner(id)));
+      const uint32_t n = layout.tile_elements(parameter, t);
+      ASSERT_TRUE(n >= 1 && n <= kTileElements);
+      const uint64_t at = layout.worker_residual_offset(id), own = layout.owner_residual_offset(id);
+      // The leader of a tile on a node keeps the node's residual; the tile's owner its own.
+      const bool leads = layout.nodes().local_index(layout.rank()) == layout.rail(id);
+      ASSERT_EQ(at != kNoResidual, parameter.worker_residual && leads);
+      ASSERT_EQ(own != kNoResidual, parameter.owner_residual && layout.owner(id) == layout.rank());
+      if (at != kNoResidual) worker.add(at, n);
+      if (own != kNoResidual) owner.add(own, n);
+    }
+  }
+  ASSERT_TRUE(worker.disjoint() && owner.disjoint());
+  ASSERT_LE(worker.end(), layout.worker_residual_elements());
+  ASSERT_LE(owner.end(), layout.owner_residual_elements());
+}
+
+// Every element is in one tile of decode, in one piece of one rail, and, summed over owners, in
+// one of reduce; in that of its rail it is in one of encode. In an all-gather it is in one of its
+// owner's encode alone. A tile is where the bucket has it.
+void check_elements(const World& world, const std::vector<Rank>& ranks) {
+  const Nodes& nodes = ranks[0].layout.nodes();
+  const uint64_t n = ranks[0].plan.num_elements;
+  const Collective collective = world.limits.collective;
+  std::map<uint64_t, uint64_t> lies_at;  // in the bucket, by tile
+  uint64_t begin = 0;
+  for (const uint32_t index : world.bucket) {
+    const Parameter& parameter = ranks[0].layout.parameters()[index];
+    for (uint32_t t = 0; t < parameter.num_tiles; ++t) {
+      lies_at[parameter.first_tile + t] = begin + uint64_t{t} * kTileElements;
+    }
+    begin += parameter.num_elements;
+  }
+  Ranges of_owners;
+  for (uint32_t r = 0; r < ranks.size(); ++r) {
+    Ranges encoded, decoded, pieces;
+    uint64_t in_rail = 0, of_encode = 0;
+    for (const ChunkPlan& chunk : ranks[r].plan.chunks) {
+      for (uint32_t rail = 0; rail < chunk.rails.size(); ++rail) {
+        Ranges message;
+        for (const Piece& piece : chunk.rails[rail].pieces) {
+          pieces.add(piece.gradient_offset, piece.num_elements);
+          message.add(piece.offset, piece.num_elements);
+          ASSERT_EQ(piece.offset % kPieceAlignment, 0);
+          if (rail == nodes.local_index(r)) in_rail += piece.num_elements;
+        }
+        ASSERT_TRUE(message.disjoint());
+        ASSERT_LE(message.end(), chunk.rails[rail].num_elements);
+      }
+      each_tile(chunk.encode, [&](const auto&, const Tile& tile, uint32_t) {
+        of_encode += tile.num_elements;
+        ASSERT_TRUE(!nodes.is_flat() || tile.gradient_offset == lies_at.at(tile.id));
+        Ranges& each = scatters(collective) ? encoded : of_owners;
+        if (nodes.is_flat()) each.add(tile.gradient_offset, tile.num_elements);
+      });
+      each_tile(chunk.decode, [&](const auto&, const Tile& tile, uint32_t) {
+        ASSERT_EQ(tile.gradient_offset, lies_at.at(tile.id));
+        decoded.add(tile.gradient_offset, tile.num_elements);
+      });
+      each_tile(chunk.reduce, [&](const auto&, const Tile& tile, uint32_t) {
+        ASSERT_EQ(ranks[r].layout.owner(tile.id), r);
+        ASSERT_TRUE(!nodes.is_flat() || tile.gradient_offset == lies_at.at(tile.id));
+        of_owners.add(tile.gradient_offset, tile.num_elements);
+      });
+    }
+    ASSERT_TRUE(!nodes.is_flat() || encoded.cover(scatters(collective) ? n : 0));
+    ASSERT_TRUE(nodes.is_flat() || pieces.cover(n));
+    ASSERT_TRUE(nodes.is_flat() || in_rail == of_encode);
+    ASSERT_TRUE(decoded.cover(gathers(collective) ? n : 0));
+  }
+  ASSERT_TRUE(of_owners.cover(n));
+}
+
+// What `sender` writes for the peer on `node` is what that one reads, and lies in the send buffer
+// between the header of its message and the next message.
+void check_scatter(const World& world, const std::vector<Rank>& ranks, uint32_t sender, size_t c,
+                   uint32_t node) {
+  const Nodes& nodes = ranks[0].layout.nodes();
+  const ChunkPlan& chunk = ranks[sender].plan.chunks[c];
+  const uint32_t receiver = nodes.peers(nodes.local_index(sender))[node];
+  uint64_t start = 0;
+  for (uint32_t i = 0; i < node; ++i) start += chunk.shards[i].scatter_bytes;
+  std::map<uint64_t, Tile> expected;
+  each_tile(ranks[receiver].plan.chunks[c].reduce,
+            [&](const auto&, const Tile& tile, uint32_t) { expected[tile.id] = tile; });
+  Ranges message;
+  each_tile(chunk.encode, [&](const auto&, const Tile& tile, uint32_t to) {
+    if (to != node) return;
+    const auto found = expected.find(tile.id);
+    ASSERT_NE(found, expected.end());
+    ASSERT_EQ(found->second.num_elements, tile.num_elements);
+    ASSERT_EQ(tile.payload_offset, start + kHeaderBytes + found->second.payload_offset);
+    ASSERT_EQ(tile.message_offset, found->second.payload_offset);
+    message.add(tile.message_offset, bytes_of(ranks[sender], tile, Stage::kWorker, world.options));
+    expected.erase(found);
+  });
+  ASSERT_TRUE(expected.empty());
+  const Shard& shard = chunk.shards[node];
+  ASSERT_TRUE(message.cover(shard.worker_bytes));
+  ASSERT_GE(shard.scatter_bytes, kHeaderBytes + shard.worker_bytes);
+  ASSERT_EQ(shard.scatter_bytes, ranks[receiver].plan.chunks[c].shards[node].scatter_bytes);
+}
+
+// What every rank decodes is where the owner's message brings it.
+void check_gather(const World& world, const std::vector<Rank>& ranks, uint32_t r, size_t c) {
+  const Nodes& nodes = ranks[0].layout.nodes();
+  const ChunkPlan& chunk = ranks[r].plan.chunks[c];
+  std::vector<std::map<uint64_t, uint32_t>> sent(ranks.size());  // offsets, by tile
+  for (uint32_t owner = 0; owner < ranks.size(); ++owner) {
+    Ranges message;
+    const bool averages = scatters(world.limits.collective);
+    const ChunkPlan& of_owner = ranks[owner].plan.chunks[c];
+    each_tile(averages ? of_owner.reduce : of_owner.encode,
+              [&](const auto&, const Tile& tile, uint32_t) {
+                const uint32_t offset = averages ? tile.output_offset : tile.message_offset;
+                sent[owner][tile.id] = offset;
+                message.add(offset, bytes_of(ranks[owner], tile, Stage::kOwner, world.options));
+              });
+    if (!nodes.is_leader(owner)) continue;
+    const Rail& rail = chunk.rails[nodes.local_index(owner)];
+    const uint32_t bytes = rail.owner_bytes[nodes.node_of(owner)];
+    ASSERT_TRUE(message.cover(bytes));
+    ASSERT_EQ(of_owner.shards[nodes.node_of(owner)].owner_bytes, bytes);
+    ASSERT_LE(kHeaderBytes + bytes, rail.gather_message_bytes);
+  }
+  ASSERT_EQ(chunk.forward_bytes, ranks[0].plan.chunks[c].forward_bytes);
+  each_tile(chunk.decode, [&](const auto&, const Tile& tile, uint32_t owner) {
+    ASSERT_EQ(ranks[r].layout.owner(tile.id), owner);
+    const uint64_t rail = nodes.local_index(owner);
+    const uint64_t forwarded = nodes.is_flat() ? 0 : rail * chunk.forward_bytes + kHeaderBytes;
+    ASSERT_EQ(tile.payload_offset,
+              forwarded + uint64_t{nodes.node_of(owner)} * chunk.rails[rail].gather_message_bytes +
+                  kHeaderBytes + sent[owner].at(tile.id));
+  });
 }
 
 void check_fits(const World& world, const Rank& rank, const Workspace& space) {
@@ -161,9 +342,18 @@ void run(Bytes input) {
     BucketPlan plan = make_plan(layout, world.bucket, options);
     ranks.push_back({std::move(layout), std::move(plan)});
   }
+  check_elements(world, ranks);
   std::vector<Workspace> spaces;
   for (uint32_t r = 0; r < ranks.size(); ++r) {
+    check_layout(world, ranks[r].layout);
     ASSERT_EQ(ranks[r].plan.chunks.size(), ranks[0].plan.chunks.size());
+    for (size_t c = 0; c < ranks[r].plan.chunks.size(); ++c) {
+      const bool sends = scatters(world.limits.collective) && nodes.is_leader(r);
+      for (uint32_t node = 0; node < nodes.num_nodes() && sends; ++node) {
+        check_scatter(world, ranks, r, c, node);
+      }
+      if (gathers(world.limits.collective)) check_gather(world, ranks, r, c);
+    }
     try {
       spaces.push_back(plan_workspace(ranks[r].layout, world.options.chunk_bytes, world.limits));
       check_fits(world, ranks[r], spaces.back());

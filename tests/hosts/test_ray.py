@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 from documented import ROOT
+from resumable import fingerprints
 from trained import expect_trained
-from trainings import SECONDS, digest
+from trainings import SECONDS
 
 FOLDER = ROOT / "examples" / "trainers"
 # After the second epoch of the first attempt, whose checkpoint Ray has taken, worker 1 dies.
@@ -54,12 +55,12 @@ def run(*arguments: str) -> str:
     return ended.stdout + ended.stderr
 
 
-def last_checkpoint(folder: Path) -> tuple[int, list[str]]:
+def last_checkpoint(folder: Path) -> tuple[int, list[dict[str, str]]]:
     """How many there are, and the content of what each worker saved in the last."""
     *others, last = sorted(folder.glob("gradferry/checkpoint_[0-9]*"))
     files = sorted(last.iterdir())
     assert [file.name for file in files] == ["rank0.pt", "rank1.pt"]
-    return len(others) + 1, [digest(torch.load(file)) for file in files]
+    return len(others) + 1, [dict(fingerprints(torch.load(file))) for file in files]
 
 
 def test_a_killed_worker_changes_no_bit(tmp_path: Path) -> None:

@@ -175,6 +175,7 @@ class Balance {
     const double turn = turns_to_momentum() ? alpha_after_warmup(index) : 1.0;
 
     std::vector<double> sum(spec.num_elements, 0.0), size(spec.num_elements, 0.0);
+    std::vector<double> given(spec.num_elements, 0.0);  // of all ranks together, where finite
     const double ranks = world_.size, nodes = static_cast<double>(world_.nodes.size());
     for (uint32_t rank = 0; rank < world_.size; ++rank) {
       const Elements gradient = gradient_of(world_, step_, rank, index);
@@ -188,6 +189,7 @@ class Balance {
         const double kept = (factor * worker[i] - worker_now[i] / turn) / nodes;
         const double owed = factor * owner[i] - owner_now[i] / turn;
         sum[i] += share + kept + owed;
+        if (std::isfinite(gradient[i])) given[i] += std::abs(gradient[i]);
         size[i] += std::abs(share) +
                    (std::abs(factor * worker[i]) + std::abs(worker_now[i])) / turn +
                    (std::abs(factor * owner[i]) + std::abs(owner_now[i])) / turn;
@@ -196,10 +198,16 @@ class Balance {
     for (uint32_t rank = 0; rank < world_.size; ++rank) {
       const Elements result = result_of(world_, of(rank), index);
       if (!world_.is_used(step_, index)) {
+        expect_unchanged(rank, index, result, "that no rank used");
         expect_held(rank, index);
         continue;
       }
-      if ((!gathers && *spec.owner != rank) || !keeps_all(spec)) continue;
+      if (!gathers && *spec.owner != rank) {
+        expect_unchanged(rank, index, result, "that another rank owns");
+        continue;
+      }
+      if (gathers && touches_residuals()) expect_undone(rank, index, result, given, turn);
+      if (!keeps_all(spec)) continue;
       compare(rank, index, result, momentum ? 1.0 - alpha : 0.0, sum, size);
     }
   }
@@ -210,6 +218,15 @@ class Balance {
     if (world_.size == 1 || codec == "exact") return true;
     return spec.worker_residual &&
            (spec.owner_residual || world_.collective == Collective::kReduceScatter);
+  }
+
+  void expect_unchanged(uint32_t rank, uint32_t index, const Elements& result,
+                        const char* whose) const {
+    const Elements given = gradient_of(world_, step_, rank, index);
+    for (size_t i = 0; i < given.size(); ++i) {
+      const bool equal = given[i] == result[i] || (std::isnan(given[i]) && std::isnan(result[i]));
+      expect(equal, std::string("another gradient of a parameter ") + whose, rank);
+    }
   }
 
   // Residuals are as before, in the units that the state names now.
@@ -231,6 +248,35 @@ class Balance {
             "worker");
     compare(layouts_.owner(rank, index, before(rank)), layouts_.owner(rank, index, after(rank)),
             "owner");
+  }
+
+  // Where an average is not finite, what this rank sent had no effect: its residual is as before,
+  // in the units of this step, but for two roundings of numbers no larger than these.
+  void expect_undone(uint32_t rank, uint32_t index, const Elements& result,
+                     const std::vector<double>& given, double turn) const {
+    if (std::ranges::all_of(result, [](double value) { return std::isfinite(value); })) return;
+    const Elements worker = layouts_.worker(rank, index, before(rank));
+    const Elements now = layouts_.worker(rank, index, after(rank));
+    const double factor = gain(rank);
+    std::vector<double> size(result.size());
+    // A node's sum is no larger than the ranks' together.
+    for (size_t i = 0; i < size.size(); ++i) {
+      size[i] = std::abs(factor * worker[i] * turn) + given[i];
+    }
+    for (size_t begin = 0; begin < result.size(); begin += kTileElements) {
+      const size_t end = std::min<size_t>(result.size(), begin + kTileElements);
+      double largest = 0;
+      for (size_t i = begin; i < end; ++i) largest = std::max(largest, size[i]);
+      if (!(largest < std::numeric_limits<float>::max() / kTileElements)) continue;
+      for (size_t i = begin; i < end; ++i) {
+        const double expected = factor * worker[i] * turn;
+        const double room = 16 * unit_of(ScalarType::kFloat32) * largest;
+        if (std::isfinite(result[i]) || std::abs(now[i] - expected) <= room) continue;
+        throw Broken(where(step_, rank) + ": the residual of '" + world_.parameters[index].name +
+                     "'[" + std::to_string(i) + "], whose average is not finite, became " +
+                     std::to_string(now[i]) + " from " + std::to_string(expected));
+      }
+    }
   }
 
   // Every rounding is of a number no larger than all terms together, `size`; within a tile, since
