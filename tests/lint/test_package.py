@@ -34,7 +34,6 @@ import atexit, contextlib, io, json, runpy, sys
 from unittest import mock
 from gradferry_lab import cli
 
-codes = []
 with contextlib.suppress(SystemExit):
     cli.main(["--version"])
 with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as help:
@@ -54,7 +53,7 @@ sys.argv = ["gradferry", "--version"]
 try:
     runpy.run_module("gradferry", run_name="__main__")
 except SystemExit as ended:
-    codes.append(ended.code)
+    codes = [ended.code]
 sys.modules["rich"] = None
 codes.append(cli.main(["info"]))
 del sys.modules["rich"]
