@@ -154,4 +154,6 @@ def _suite_of(rows: Sequence[Mapping[str, Any]], path: Path) -> Suite:
         raise ConfigError(
             f"{path} holds no rows of one suite of {', '.join(SUITES)}, but of {sorted(names)}"
         )
+    if any("source" not in row for row in rows):
+        raise ConfigError(f"{path}: its rows do not say which data was trained on; train again")
     return SUITES[names.pop()]
