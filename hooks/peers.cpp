@@ -173,19 +173,19 @@ void Peers::wait(c10d::Work& work) {
 
 void Peers::tell(const std::string& error, ErrorKind kind) {
   if (told_.exchange(true)) return;
-  const std::string line = with_memory([&] {
-    const std::string first = error.substr(0, std::min(error.find('\n'), kMostErrorBytes));
-    return first.starts_with("rank ") ? first : name_ranks({in_world(rank_)}) + " failed: " + first;
+  with_memory([&] {
+    std::string line = error.substr(0, std::min(error.find('\n'), kMostErrorBytes));
+    if (!line.starts_with("rank ")) line = name_ranks({in_world(rank_)}) + " failed: " + line;
+    const auto tell = [line, kind, key = present_key(rank_)](c10d::Store& store) {
+      write_text(store, key, "1");
+      if (store.add("told", 1) == 1) {
+        if (kind == ErrorKind::kProtocol) write_text(store, "kind", "protocol");
+        write_text(store, "error", line);
+      }
+      return std::string();
+    };
+    ask(tell, kAnswer);
   });
-  const auto tell = [line, kind, key = present_key(rank_)](c10d::Store& store) {
-    write_text(store, key, "1");
-    if (store.add("told", 1) == 1) {
-      if (kind == ErrorKind::kProtocol) write_text(store, "kind", "protocol");
-      write_text(store, "error", line);
-    }
-    return std::string();
-  };
-  with_memory([&] { ask(tell, kAnswer); });
 }
 
 Error Peers::tell_or_hear(const Error& error) {

@@ -700,8 +700,8 @@ Error HostEngine::cause_of(Error error) {
   return error;
 }
 
-// Takes the buckets of everything in flight, in order of their numbers; none, if there is no memory
-// for it. With life_.mutex held.
+// Takes the buckets of everything in flight, in order of their numbers; none, where it throws
+// std::bad_alloc. With life_.mutex held.
 std::vector<std::shared_ptr<BucketJob>> HostEngine::take_all_buckets() {
   std::vector<std::shared_ptr<BucketJob>> buckets;
   for (const Chunks& chunks : waiting_) {
