@@ -52,10 +52,10 @@ from world import World, WorldError, open_files, thread_names
 SIZES = (2, 3, 4)
 SEGMENTS = ("reload", "kill", "kill", "resize", "attach")
 # Only what hangs takes so long, also on a machine that does much else.
-STEP_SECONDS = 600.0
-SEGMENT_SECONDS = 1200.0
+STEP_SECONDS = 240.0
+SEGMENT_SECONDS = 480.0
 # An engine's thread ends after its owner; what is still there after this long stays.
-SETTLE_SECONDS = 150.0
+SETTLE_SECONDS = 60.0
 LIMITS = {"seconds": SEGMENT_SECONDS, "step_seconds": STEP_SECONDS}
 LOOK_SECONDS = 0.1
 # Drawn trainings are of many kinds: it takes so many until the allocator's arenas are full
