@@ -58,7 +58,7 @@ struct EngineOptions {
   uint64_t check_every = 0;  // steps between comparisons of all ranks' parameters; 0: none
   uint32_t chunk_bytes = kChunkBytes;  // as in PlanOptions
   uint32_t most_slots = kHostSlots;  // chunks in flight on a host, if their memory may be so large
-  bool equal_scatter = false;        // as in PlanOptions; equal on all ranks
+  bool on_streams = false;           // as collectives are: few chunks, whose messages have one size
   Collective collective = Collective::kAllReduce;  // of every bucket; equal on all ranks
   bool keep_gathered = false;  // of an all-gather: messages stay, for decode_kept()
   uint64_t workspace_cap_bytes = kWorkspaceCapBytes;  // most memory for messages (workspace.h)
@@ -92,10 +92,10 @@ struct EngineOptions {
   PlanOptions planning(CodecChoice codecs, bool residuals) const {
     return {.rank = rank,
             .chunk_bytes = chunk_bytes,
-            .equal_scatter = equal_scatter,
+            .equal_scatter = on_streams,
             .codecs = codecs,
             .residuals = residuals,
-            .dense_bytes = dense_bytes_within(workspace_cap_bytes, chunk_bytes, nodes),
+            .dense_bytes = dense_bytes_within(workspace_cap_bytes, chunk_bytes, nodes, on_streams),
             .collective = collective};
   }
   // How many comparisons of parameters are due when `step` begins, since step 0.

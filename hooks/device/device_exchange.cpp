@@ -34,14 +34,13 @@ DeviceExchange::DeviceExchange(DeviceContext& context, uint64_t other_bytes)
   const uint64_t verdicts_bytes = most_messages * sizeof(uint32_t);
   const uint64_t sibling_verdicts_bytes = num_siblings * sizeof(uint32_t);
   const Workspace workspace = plan_workspace(
-      context_.layout, options_.chunk_bytes,
+      context_.layout, options_.planning(CodecChoice::kOwn, /*residuals=*/false),
       {.cap_bytes = options_.workspace_cap_bytes,
        .other_bytes = other_bytes + 2 * progress_bytes + verdicts_bytes + sibling_verdicts_bytes,
        .most_slots = !exchanges         ? 1
                      : nodes_.is_flat() ? kDeviceSlots
                                         : kDeviceSlotsOfNodes,
        .gathers_in_place = false,
-       .collective = options_.collective,
        .keeps_gathered = options_.keep_gathered});
   expect_offsets_fit(workspace.message_bytes, options_.world_size);
   encode_progress_ = context_.make_tensor(progress_bytes);

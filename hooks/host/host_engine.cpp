@@ -34,13 +34,12 @@ Workspace plan_host_workspace(const EngineOptions& options, const Layout& layout
                               bool siblings_share) {
   // What siblings exchange is no smaller where chunks are.
   const uint32_t most_slots = options.nodes.is_flat() ? options.most_slots : kHostSlots;
-  return plan_workspace(layout, options.chunk_bytes,
+  return plan_workspace(layout, options.planning(CodecChoice::kOwn, /*residuals=*/false),
                         {.cap_bytes = options.workspace_cap_bytes,
                          .other_bytes = all_commits_bytes(options),
                          .most_slots = most_slots,
                          .gathers_in_place = true,
                          .siblings_share = siblings_share,
-                         .collective = options.collective,
                          .keeps_gathered = options.keep_gathered});
 }
 

@@ -17,14 +17,14 @@ inline constexpr uint64_t kExemptMaxSize = 1023;
 // over four hosts takes a quarter longer at 1 Gb/s. At 10 Gb/s it is then 7 % faster, or more with
 // q8, where rounds scatter as much; 32 KiB costs more for each message than it saves.
 inline constexpr uint32_t kChunkBytes = 128 * 1024;
-// The same where collectives are enqueued on streams: a chunk costs launches and two collectives,
-// so it should be megabytes.
-inline constexpr uint32_t kStreamChunkBytes = 4 << 20;
+// The same where collectives are enqueued on streams: a chunk costs launches and collectives, so a
+// bucket should be one. Memory allows less in every world of more than two ranks.
+inline constexpr uint32_t kStreamChunkBytes = 16 << 20;
 // Most chunks of kChunkBytes in flight on a host. Four keep both lanes busy: one is encoded, one
 // scattered, two gathered.
 inline constexpr uint32_t kHostSlots = 4;
-// Most memory for messages, in MiB.
-inline constexpr uint32_t kWorkspaceCapMiB = 96;
+// Most memory for messages, in MiB; on streams so much that a bucket of any codec is one chunk.
+inline constexpr uint32_t kWorkspaceCapMiB = 96, kStreamWorkspaceCapMiB = 512;
 inline constexpr uint64_t kWorkspaceCapBytes = uint64_t{kWorkspaceCapMiB} << 20;
 // The size of a bucket, in MiB: DistributedDataParallel's default.
 inline constexpr uint32_t kBucketCapMiB = 25;

@@ -89,7 +89,8 @@ struct BucketPlan {
 inline constexpr uint64_t kScatterPaddingPart = 32;
 
 // Most bytes of gradient in a chunk that one rail has, where nodes have several ranks: what a
-// rank sends to a sibling. Less where memory is short (dense_bytes_within()).
+// rank sends to a sibling. dense_bytes_within() gives less where memory is short, and more on
+// streams.
 inline constexpr uint64_t kMostDenseBytes = uint64_t{2} << 20;
 
 struct PlanOptions {

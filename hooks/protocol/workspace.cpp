@@ -48,24 +48,23 @@ void drop_leaders_part(Workspace& workspace) {
 }
 
 // One slot of a leader with so many siblings.
-Workspace one_slot(const Layout& layout, uint32_t chunk_bytes, const WorkspaceLimits& limits,
+Workspace one_slot(const Layout& layout, const PlanOptions& plan, const WorkspaceLimits& limits,
                    uint64_t num_siblings) {
   const Nodes& nodes = layout.nodes();
   const uint64_t num_nodes = nodes.num_nodes();
   // Only the first tile of a chunk may be longer than chunk_bytes.
   const uint64_t usual =
-      kHeaderBytes + std::min<uint64_t>(chunk_bytes, layout.largest_shard_bytes());
+      kHeaderBytes + std::min<uint64_t>(plan.chunk_bytes, layout.largest_shard_bytes());
   Workspace workspace;
   workspace.message_bytes = std::max<uint64_t>(usual, kHeaderBytes + layout.largest_tile_bytes());
-  if (scatters(limits.collective)) {
+  if (scatters(plan.collective)) {
     workspace.send_bytes = (num_nodes - 1) * usual + workspace.message_bytes;
     workspace.receive_bytes = num_nodes * workspace.message_bytes;
   }
-  if (!gathers(limits.collective)) return workspace;
+  if (!gathers(plan.collective)) return workspace;
   if (!limits.keeps_gathered) workspace.gathered_bytes = num_nodes * workspace.message_bytes;
   if (!nodes.is_flat()) {
-    const uint64_t most_dense = dense_bytes_within(limits.cap_bytes, chunk_bytes, nodes);
-    add_local_stage(workspace, layout, num_siblings, most_dense, limits.siblings_share);
+    add_local_stage(workspace, layout, num_siblings, plan.dense_bytes, limits.siblings_share);
   }
   workspace.own_message_bytes = limits.gathers_in_place ? 0 : workspace.message_bytes;
   return workspace;
@@ -87,31 +86,33 @@ uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, u
       std::min({std::max<uint64_t>(within, kFewestChunkBytes), addressable, uint64_t{most}}));
 }
 
-uint64_t dense_bytes_within(uint64_t workspace_cap_bytes, uint32_t chunk_bytes,
-                            const Nodes& nodes) {
+uint64_t dense_bytes_within(uint64_t workspace_cap_bytes, uint32_t chunk_bytes, const Nodes& nodes,
+                            bool on_streams) {
   const uint64_t most_siblings = nodes.most_siblings();
   // To every peer, from every peer, and what each sibling has gathered from its own.
   const uint64_t messages =
       (2 + most_siblings) * nodes.num_nodes() * (kHeaderBytes + uint64_t{chunk_bytes});
-  const uint64_t memory = bytes_per_chunk(workspace_cap_bytes);
+  const uint64_t memory = bytes_per_chunk(workspace_cap_bytes) * (on_streams ? 2 : 1);
   // To every sibling, from every sibling, and the sum.
   const uint64_t dense = (memory - std::min(memory, messages)) / (2 * most_siblings + 1);
   constexpr uint64_t kFewest = kTileElements * sizeof(double);
-  return std::clamp(dense - std::min<uint64_t>(dense, 2 * kHeaderBytes), kFewest, kMostDenseBytes);
+  const uint64_t addressable = UINT32_MAX / (2 * most_siblings);
+  return std::clamp(dense - std::min<uint64_t>(dense, 2 * kHeaderBytes), kFewest,
+                    on_streams ? addressable : kMostDenseBytes);
 }
 
-Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes,
+Workspace plan_workspace(const Layout& layout, const PlanOptions& plan,
                          const WorkspaceLimits& limits) {
   const Nodes& nodes = layout.nodes();
-  Workspace workspace = one_slot(layout, chunk_bytes, limits, nodes.siblings(layout.rank()).size());
+  Workspace workspace = one_slot(layout, plan, limits, nodes.siblings(layout.rank()).size());
   const auto fits = [&] { return workspace.bytes() + limits.other_bytes <= limits.cap_bytes; };
   // The slots of the ranks with the most siblings, who need the most.
-  const uint64_t needed_by_most = std::max<uint64_t>(
-      one_slot(layout, chunk_bytes, limits, nodes.most_siblings()).slot_bytes(), 1);
+  const uint64_t needed_by_most =
+      std::max<uint64_t>(one_slot(layout, plan, limits, nodes.most_siblings()).slot_bytes(), 1);
   const uint64_t left = limits.cap_bytes - std::min(limits.cap_bytes, limits.other_bytes);
   workspace.slots = std::clamp<uint64_t>(left / needed_by_most, 1, limits.most_slots);
   while (workspace.slots > 1 && !fits()) --workspace.slots;  // pages that fewer ranks share
-  if (!fits() && nodes.is_flat() && limits.collective == Collective::kAllReduce) {
+  if (!fits() && nodes.is_flat() && plan.collective == Collective::kAllReduce) {
     workspace.shared_receive = true;
     workspace.own_message_bytes = workspace.message_bytes;
   }

@@ -18,8 +18,10 @@ uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, u
 
 // Most bytes of gradient per rail in one chunk, where nodes have several ranks: what messages of
 // `chunk_bytes` leave of the memory for each of four chunks, at most kMostDenseBytes, and a full
-// tile at least. Equal on ranks with equal arguments.
-uint64_t dense_bytes_within(uint64_t workspace_cap_bytes, uint32_t chunk_bytes, const Nodes& nodes);
+// tile at least. On streams, where a bucket should be one chunk, what they leave for each of two:
+// one is packed while another is decoded. Equal on ranks with equal arguments.
+uint64_t dense_bytes_within(uint64_t workspace_cap_bytes, uint32_t chunk_bytes, const Nodes& nodes,
+                            bool on_streams);
 
 // Sizes in bytes.
 struct Workspace {
@@ -70,12 +72,12 @@ struct WorkspaceLimits {
   size_t most_slots;
   bool gathers_in_place;        // the message to all ranks is written to its place
   bool siblings_share = false;  // memory; only with several ranks on this rank's node
-  Collective collective = Collective::kAllReduce;  // any other has one rank per node
   bool keeps_gathered = false;  // the messages of all owners have memory of their own
 };
 
-// The workspace with as many slots as the limit allows. Throws Error(kConfig) if it allows none:
-// the owner of a tile receives it from every rank at once.
-Workspace plan_workspace(const Layout& layout, uint32_t chunk_bytes, const WorkspaceLimits& limits);
+// The workspace with as many slots as the limit allows, for chunks that are cut so. Throws
+// Error(kConfig) if it allows none: the owner of a tile receives it from every rank at once.
+Workspace plan_workspace(const Layout& layout, const PlanOptions& plan,
+                         const WorkspaceLimits& limits);
 
 }  // namespace gradferry

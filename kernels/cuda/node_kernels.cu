@@ -1,13 +1,17 @@
 // What ranks of one node do to a chunk before it is encoded: each gives its siblings the gradients
 // of the tiles that they sum, and sums its own. A block per piece, of a tile's elements at most;
-// memory is what limits both. hooks/host/chunk_codecs.cpp does the same on hosts, to the bit.
+// memory is what limits both, so that a thread has many loads on their way before it uses the
+// first. hooks/host/chunk_codecs.cpp does the same on hosts, to the bit.
 #include "kernels/cuda/message_headers.h"
 #include "kernels/cuda/quads.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 namespace {
 
-constexpr uint32_t kThreads = kTileThreads;
+// A thread's quads of a whole piece are then few, and blocks find room beside those of a model.
+constexpr uint32_t kThreads = 256;
+// Loads of a thread on their way at once: of a whole piece in pack, of 8 siblings in sum.
+constexpr uint32_t kInFlight = 8;
 
 // --- pack ----------------------------------------------------------------------------------------
 
@@ -18,8 +22,17 @@ GRADFERRY_DEVICE void copy_items(const std::byte* from, uint32_t n, std::byte* t
   constexpr uint32_t kWide = sizeof(Bytes16), kItem = sizeof(Item);
   const bool is_aligned = reinterpret_cast<uintptr_t>(from) % kWide == 0;
   const uint32_t wide_bytes = is_aligned ? n * kItem / kWide * kWide : 0;
-  for (uint32_t i = kWide * threadIdx.x; i < wide_bytes; i += kWide * kThreads) {
-    write(to + i, read<Bytes16>(from + i));
+  constexpr uint32_t kStep = kWide * kThreads;
+  for (uint32_t i = kWide * threadIdx.x; i < wide_bytes; i += kInFlight * kStep) {
+    Bytes16 moved[kInFlight];
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < kInFlight; ++j) {
+      if (i + j * kStep < wide_bytes) moved[j] = read<Bytes16>(from + i + j * kStep);
+    }
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < kInFlight; ++j) {
+      if (i + j * kStep < wide_bytes) write(to + i + j * kStep, moved[j]);
+    }
   }
   for (uint32_t i = wide_bytes / kItem + threadIdx.x; i < n; i += kThreads) {
     write(to + i * kItem, read<Item>(from + i * kItem));
@@ -45,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(PackCall call) {
 
 // --- sum -----------------------------------------------------------------------------------------
 
-// Whether a sibling's message has a wrong header.
+// Whether a sibling's message that this thread judges has a wrong header.
 GRADFERRY_DEVICE bool refuses_any(const SumCall& call) {
   bool refused = false;
   for (uint32_t m = threadIdx.x; m < call.num_messages; m += kThreads) {
@@ -55,24 +68,43 @@ GRADFERRY_DEVICE bool refuses_any(const SumCall& call) {
         judge(call.received + message.offset, call.envelope, message.rank, message.payload_bytes, 0)
             .status != WireStatus::kOk;
   }
-  return __syncthreads_or(refused ? 1 : 0) != 0;
+  return refused;
 }
 
-// Calls add(where the piece's items are, whether they are the first) for every sibling in turn.
-template <typename Add>
+// Where the piece's items are, of the sibling that sent message `m`.
+GRADFERRY_DEVICE const std::byte* items_of(const SumCall& call, const ChunkPiece& piece,
+                                           uint32_t item, uint32_t m) {
+  const Message message = call.messages[m];
+  return message.rank == call.envelope.rank
+             ? static_cast<const std::byte*>(call.gradient) + piece.gradient_offset * item
+             : call.received + message.offset + kHeaderBytes + uint64_t{piece.offset} * item;
+}
+
+// Calls add(what load(its items) gave, whether it is the first) for every sibling in turn.
+template <typename Load, typename Add>
 GRADFERRY_DEVICE void for_siblings(const SumCall& call, const ChunkPiece& piece, uint32_t item,
-                                   Add add) {
-  for (uint32_t m = 0; m < call.num_messages; ++m) {
-    const Message message = call.messages[m];
-    const std::byte* items =
-        message.rank == call.envelope.rank
-            ? static_cast<const std::byte*>(call.gradient) + piece.gradient_offset * item
-            : call.received + message.offset + kHeaderBytes + uint64_t{piece.offset} * item;
-    add(items, m == 0);
+                                   Load load, Add add) {
+  for (uint32_t begin = 0; begin < call.num_messages; begin += kInFlight) {
+    const uint32_t left = call.num_messages - begin;
+    const std::byte* items[kInFlight];
+    GRADFERRY_UNROLL
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      items[i] = items_of(call, piece, item, begin + (i < left ? i : 0));
+    }
+    decltype(load(call.received)) loaded[kInFlight];
+    GRADFERRY_UNROLL
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      if (i < left) loaded[i] = load(items[i]);
+    }
+    GRADFERRY_UNROLL
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      if (i < left) add(loaded[i], begin + i == 0);
+    }
   }
 }
 
-// Quads where their addresses allow it: always of what was received, maybe of the bucket.
+// `sum` is the piece's. Quads where addresses allow it: always of what was received, maybe of the
+// bucket.
 template <ScalarType dtype>
 GRADFERRY_DEVICE void sum_quad(const SumCall& call, const ChunkPiece& piece, uint32_t first,
                                std::byte* sum) {
@@ -80,20 +112,21 @@ GRADFERRY_DEVICE void sum_quad(const SumCall& call, const ChunkPiece& piece, uin
   const uint32_t rest = piece.num_elements - first;
   const auto factor = static_cast<float>(call.scale);
   float total[kQuad] = {};
-  for_siblings(call, piece, kItem, [&](const std::byte* items, bool is_first) {
+  const auto load = [&](const std::byte* items) {
     const std::byte* p = items + first * kItem;
+    return rest >= kQuad && items_off_quads<dtype>(p) == 0 ? read<Quad<dtype>>(p)
+                                                           : load_items<dtype>(p, 0, rest);
+  };
+  for_siblings(call, piece, kItem, load, [&](const Quad<dtype>& quad, bool is_first) {
     float x[kQuad];
-    widen_quad<dtype>(rest >= kQuad && items_off_quads<dtype>(p) == 0
-                          ? read<Quad<dtype>>(p)
-                          : load_items<dtype>(p, 0, rest),
-                      x);
+    widen_quad<dtype>(quad, x);
     GRADFERRY_UNROLL
     for (uint32_t i = 0; i < kQuad; ++i) total[i] = is_first ? x[i] : total[i] + x[i];
   });
   GRADFERRY_UNROLL
   for (uint32_t i = 0; i < kQuad; ++i) total[i] = canonical(total[i] * factor);
   const Quad<dtype> out = narrow_quad<dtype>(total, quad_arrives_finite<dtype>(total));
-  std::byte* to = sum + (piece.offset + first) * kItem;
+  std::byte* to = sum + first * kItem;
   if (rest >= kQuad) {
     write(to, out);
   } else {
@@ -102,39 +135,36 @@ GRADFERRY_DEVICE void sum_quad(const SumCall& call, const ChunkPiece& piece, uin
 }
 
 GRADFERRY_DEVICE void sum_double(const SumCall& call, const ChunkPiece& piece, uint32_t i,
-                                 double* sum) {
+                                 std::byte* sum) {
   double total = 0;
-  for_siblings(call, piece, sizeof(double), [&](const std::byte* items, bool is_first) {
-    const auto x = read<double>(items + i * sizeof(double));
-    total = is_first ? x : total + x;
-  });
-  sum[piece.offset + i] = total * call.scale;
+  const auto load = [&](const std::byte* items) {
+    return read<double>(items + i * sizeof(double));
+  };
+  for_siblings(call, piece, sizeof(double), load,
+               [&](double x, bool is_first) { total = is_first ? x : total + x; });
+  write(sum + i * sizeof(double), total * call.scale);
 }
 
 template <ScalarType dtype>
 __global__ void __launch_bounds__(kThreads) sum_kernel(SumCall call) {
+  constexpr bool kIsDouble = dtype == ScalarType::kFloat64;
+  constexpr uint32_t kStep = kIsDouble ? 1 : kQuad;
   const ChunkPiece piece = call.pieces[blockIdx.x];
-  const bool refused = refuses_any(call);
-  if constexpr (dtype == ScalarType::kFloat64) {
-    auto* sum = static_cast<double*>(call.sum);
-    for (uint32_t i = threadIdx.x; i < piece.num_elements; i += kThreads) {
-      if (refused) {
-        write(sum + piece.offset + i, uint64_t{0x7ff8000000000000});
-      } else {
-        sum_double(call, piece, i, sum);
-      }
-    }
-  } else {
-    constexpr uint32_t kItem = item_bytes(dtype);
-    auto* sum = static_cast<std::byte*>(call.sum);
-    if (refused) {
-      for (uint32_t i = threadIdx.x; i < piece.num_elements; i += kThreads) {
-        store_item<dtype>(sum + (piece.offset + i) * kItem, narrow<dtype>(from_bits(kNanBits)));
-      }
-      return;
-    }
-    for (uint32_t i = kQuad * threadIdx.x; i < piece.num_elements; i += kQuad * kThreads) {
+  auto* sum = static_cast<std::byte*>(call.sum) + piece.offset * item_bytes(dtype);
+  for (uint32_t i = kStep * threadIdx.x; i < piece.num_elements; i += kStep * kThreads) {
+    if constexpr (kIsDouble) {
+      sum_double(call, piece, i, sum);
+    } else {
       sum_quad<dtype>(call, piece, i, sum);
+    }
+  }
+  // Last: nothing waits for the headers before it adds.
+  if (__syncthreads_or(refuses_any(call) ? 1 : 0) == 0) return;
+  for (uint32_t i = threadIdx.x; i < piece.num_elements; i += kThreads) {
+    if constexpr (kIsDouble) {
+      write(sum + i * sizeof(double), uint64_t{0x7ff8000000000000});
+    } else {
+      store_item<dtype>(sum + i * item_bytes(dtype), narrow<dtype>(from_bits(kNanBits)));
     }
   }
 }

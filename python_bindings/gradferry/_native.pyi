@@ -14,6 +14,7 @@ CHUNK_BYTES: int  # most payload bytes per owner, stage and chunk, in small worl
 STREAM_CHUNK_BYTES: int  # the same where collectives are enqueued on streams
 HOST_SLOTS: int  # most chunks in flight on a host
 WORKSPACE_CAP_MB: int
+STREAM_WORKSPACE_CAP_MB: int
 BUCKET_CAP_MB: int  # that of DistributedDataParallel
 MOST_RANKS: int  # of a world
 RESIDUAL_ALIGNMENT: int  # fp32 elements

@@ -74,7 +74,7 @@ const std::map<std::string, void (*)(EngineOptions&, const py::handle&)> kFields
     {"check_every", &set_field<&EngineOptions::check_every>},
     {"chunk_bytes", &set_field<&EngineOptions::chunk_bytes>},
     {"most_slots", &set_field<&EngineOptions::most_slots>},
-    {"equal_scatter", &set_field<&EngineOptions::equal_scatter>},
+    {"on_streams", &set_field<&EngineOptions::on_streams>},
     {"collective",
      [](EngineOptions& options, const py::handle& name) {
        options.collective = to_collective(name.cast<std::string>());
@@ -305,6 +305,7 @@ void bind_defaults(py::module_& module) {
   module.attr("STREAM_CHUNK_BYTES") = kStreamChunkBytes;
   module.attr("HOST_SLOTS") = kHostSlots;
   module.attr("WORKSPACE_CAP_MB") = kWorkspaceCapMiB;
+  module.attr("STREAM_WORKSPACE_CAP_MB") = kStreamWorkspaceCapMiB;
   module.attr("BUCKET_CAP_MB") = kBucketCapMiB;
   module.attr("MOST_RANKS") = kMostRanks;
   module.def(

@@ -88,13 +88,13 @@ def test_a_ring_leaves_a_host_where_the_next_rank_is_elsewhere(
 @pytest.mark.parametrize("members", [2, 3, ((0, 1), (2, 3)), ((0, 3), (1, 2)), ((0, 2), (1,))])
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
 @pytest.mark.parametrize("warmup", [None, "exact", "q8"])
-@pytest.mark.parametrize("equal_scatter", [False, True])
+@pytest.mark.parametrize("on_streams", [False, True])
 def test_planned_bytes_are_those_of_the_reference(
     codec: str,
     members: int | tuple[tuple[int, ...], ...],
     find_unused_parameters: bool,
     warmup: str | None,
-    equal_scatter: bool,
+    on_streams: bool,
 ) -> None:
     sizes = [60_000, 70, 306_500, 1, 0, 51_729]
     parameters = [
@@ -118,12 +118,30 @@ def test_planned_bytes_are_those_of_the_reference(
             codecs=layout.codecs,
             warmup=layout.warmup_codecs if warmup else (),
             chunk_bytes=chunk_bytes,
-            equal_scatter=equal_scatter,
+            on_streams=on_streams,
             find_unused_parameters=find_unused_parameters,
             hosts=hosts,
         )
-        options = (chunk_bytes, find_unused_parameters, equal_scatter)
+        options = (chunk_bytes, find_unused_parameters, on_streams)
         for rank, pair in enumerate(found):
             to = reference.sent_per_step(travels, buckets, rank, *options)
             elsewhere = sum(n for peer, n in enumerate(to) if hosts[peer] != hosts[rank])
             assert pair == (elsewhere, sum(to) - elsewhere)
+
+
+def test_on_streams_chunks_are_as_large_as_memory_allows() -> None:
+    """Two buckets of two levels: one fits into a chunk, and of the other siblings get more."""
+    nodes, cap = Nodes(((0, 1), (2, 3))), reference.STREAM_CAP_BYTES
+    sizes, buckets = [6 << 20, 18 << 20], [[0], [1]]
+    parameters = [reference.Parameter(str(number), size) for number, size in enumerate(sizes)]
+    layout = reference.Layout(parameters, "q4", 4, nodes=nodes.members)
+    chunk_bytes = _native.chunk_bytes_within(cap, 4, _native.STREAM_CHUNK_BYTES)
+    assert [len(reference.cut_chunks(layout, b, chunk_bytes, True)) for b in buckets] == [1, 2]
+    options = {"chunk_bytes": chunk_bytes, "on_streams": True}
+    found = planned(sizes, buckets, nodes, codecs=layout.codecs, workspace_cap_bytes=cap, **options)
+    for rank, pair in enumerate(found):
+        to = reference.sent_per_step(layout, buckets, rank, **options)
+        elsewhere = sum(
+            n for peer, n in enumerate(to) if nodes.of_rank[peer] != nodes.of_rank[rank]
+        )
+        assert pair == (elsewhere, sum(to) - elsewhere)

@@ -70,7 +70,7 @@ def test_numbers_equal_the_reference_and_bytes_the_formula(
             [[number[name] for name in b] for step in answer["buckets"] for b in step],
             rank,
             chunk_bytes=chunk_bytes,
-            equal_scatter=device == "streamed",
+            on_streams=device == "streamed",
             commits=scenario.steps - 1,  # of every step, at the beginning of the next
         )
         assert (answer["stats"]["wire_bytes"], answer["stats"]["local_bytes"]) == expected

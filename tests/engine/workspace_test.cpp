@@ -31,6 +31,18 @@ ParameterSpec parameter(const char* name, uint64_t num_elements, const char* cod
           .owner_residual = false};
 }
 
+// How buckets are cut within a limit: on streams into chunks of kStreamChunkBytes.
+PlanOptions cut(uint64_t cap_bytes, const Nodes& nodes, bool on_streams,
+                uint32_t most = kStreamChunkBytes) {
+  const uint32_t chunk_bytes = chunk_bytes_within(cap_bytes, nodes.world_size(), most);
+  return {.rank = 0,
+          .chunk_bytes = chunk_bytes,
+          .equal_scatter = on_streams,
+          .codecs = CodecChoice::kOwn,
+          .residuals = false,
+          .dense_bytes = dense_bytes_within(cap_bytes, chunk_bytes, nodes, on_streams)};
+}
+
 WorkspaceLimits limits(uint64_t cap_bytes, uint64_t other_bytes) {
   return {.cap_bytes = cap_bytes,
           .other_bytes = other_bytes,
@@ -81,33 +93,65 @@ TEST(Workspace, NodesOfAnySizeKeepWithinTheLimit) {
     const std::vector<ParameterSpec> parameters = {
         parameter("matrix", tiles * kTileElements, "q4"), parameter("bias", 5000, "exact"),
         parameter("wide", tiles * kTileElements / 2, "q8"), parameter("norm", 64, "exact")};
-    for (const uint32_t most : {kChunkBytes, kStreamChunkBytes}) {
-      const uint32_t chunk_bytes = chunk_bytes_within(kCap, nodes.world_size(), most);
+    for (const bool on_streams : {false, true}) {
+      const PlanOptions plan =
+          cut(kCap, nodes, on_streams, on_streams ? kStreamChunkBytes : kChunkBytes);
       for (const uint32_t rank : {0U, nodes.world_size() - 1, sizes[0] - 1}) {
         SCOPED_TRACE(std::to_string(sizes.size()) + " nodes of " + std::to_string(sizes[0]));
         const Layout layout(parameters, rank, nodes);
-        const Workspace workspace = plan_workspace(layout, chunk_bytes, limits(kCap, kOther));
+        const Workspace workspace = plan_workspace(layout, plan, limits(kCap, kOther));
         EXPECT_LE(workspace.bytes() + kOther, kCap);
-        EXPECT_GE(workspace.slots, nodes.world_size() <= 512 ? kMostSlots : 1);
+        const size_t fewest = on_streams && !nodes.is_flat() ? 2 : kMostSlots;
+        EXPECT_GE(workspace.slots, nodes.world_size() <= 512 ? fewest : 1);
       }
     }
   }
 }
 
 TEST(Workspace, GradientsBetweenRanksOfANodeKeepARoundSizeWhereThereIsMemory) {
-  EXPECT_EQ(dense_bytes_within(kCap, kChunkBytes, nodes_of({2, 2})), kMostDenseBytes);
-  EXPECT_LT(dense_bytes_within(kCap, kChunkBytes, nodes_of({8, 8})), kMostDenseBytes);
-  EXPECT_EQ(dense_bytes_within(kMiB, kChunkBytes, nodes_of({8, 8})),
+  EXPECT_EQ(dense_bytes_within(kCap, kChunkBytes, nodes_of({2, 2}), false), kMostDenseBytes);
+  EXPECT_LT(dense_bytes_within(kCap, kChunkBytes, nodes_of({8, 8}), false), kMostDenseBytes);
+  EXPECT_EQ(dense_bytes_within(kMiB, kChunkBytes, nodes_of({8, 8}), false),
             kTileElements * sizeof(double));
+}
+
+// DDP's bucket, and the matrix of 64 MiB that alone makes one, of the codec that most use.
+TEST(Workspace, OnStreamsABucketIsOneChunkAndTwoAreInFlight) {
+  constexpr uint64_t kStreamCap = kStreamWorkspaceCapMiB * kMiB;
+  const std::vector<std::vector<uint32_t>> shapes = {{1, 1},
+                                                     std::vector<uint32_t>(16, 1),
+                                                     std::vector<uint32_t>(64, 1),
+                                                     {4, 4},
+                                                     std::vector<uint32_t>(8, 8),
+                                                     std::vector<uint32_t>(512, 1),
+                                                     {4, 4, 3},
+                                                     {8, 8},
+                                                     std::vector<uint32_t>(64, 8)};
+  for (const auto& sizes : shapes) {
+    const Nodes nodes = nodes_of(sizes);
+    const PlanOptions options = cut(kStreamCap, nodes, /*on_streams=*/true);
+    for (const auto& [codec, mebibytes] : std::vector<std::pair<const char*, uint64_t>>{
+             {"q4", 25}, {"q8", 25}, {"bf16", 25}, {"exact", 25}, {"q4", 64}}) {
+      if (mebibytes == 64 && !nodes.is_flat() && nodes.num_rails() < 8) continue;
+      SCOPED_TRACE(std::to_string(sizes.size()) + " nodes of " + std::to_string(sizes[0]) + ", " +
+                   codec);
+      const Layout layout(
+          {parameter("first", mebibytes * kMiB / 4, codec), parameter("bias", 5000, "exact"),
+           parameter("second", 4 * mebibytes * kMiB, codec)},
+          0, nodes);
+      EXPECT_EQ(make_plan(layout, {0, 1}, options).chunks.size(), 1);
+      EXPECT_GE(plan_workspace(layout, options, limits(kStreamCap, kOther)).slots, 2);
+    }
+  }
 }
 
 // An owner receives 4096 payloads of 32 KiB for every tile of float64.
 TEST(Workspace, WhatCannotFitIsRefusedWithTheLeastThatDoes) {
   const Layout layout({parameter("weight", 1 << 20, "exact", ScalarType::kFloat64)}, 0,
                       Nodes::flat(4096));
-  const uint32_t chunk_bytes = chunk_bytes_within(kCap, 4096, kStreamChunkBytes);
+  const PlanOptions plan = cut(kCap, Nodes::flat(4096), /*on_streams=*/true);
   try {
-    (void)plan_workspace(layout, chunk_bytes, limits(kCap, 0));
+    (void)plan_workspace(layout, plan, limits(kCap, 0));
     FAIL() << "nothing was thrown";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kConfig);
@@ -115,8 +159,8 @@ TEST(Workspace, WhatCannotFitIsRefusedWithTheLeastThatDoes) {
     EXPECT_NE(text.find("more than the " + std::to_string(kCap)), std::string::npos) << text;
     const size_t at = text.rfind("workspace_cap_mb=") + sizeof("workspace_cap_mb=") - 1;
     const uint64_t needed = std::stoull(text.substr(at));
-    EXPECT_NO_THROW((void)plan_workspace(layout, chunk_bytes, limits(needed * kMiB, 0)));
-    EXPECT_ANY_THROW((void)plan_workspace(layout, chunk_bytes, limits((needed - 1) * kMiB, 0)));
+    EXPECT_NO_THROW((void)plan_workspace(layout, plan, limits(needed * kMiB, 0)));
+    EXPECT_ANY_THROW((void)plan_workspace(layout, plan, limits((needed - 1) * kMiB, 0)));
   }
 }
 
@@ -125,16 +169,14 @@ TEST(Workspace, AReduceScatterHasNoRoomForWhatIsNotGathered) {
   ParameterSpec shard = parameter("weight", 8 * kTileElements, "q4");
   shard.owner = 0;
   const Layout layout({shard}, 0, Nodes::flat(3));
-  WorkspaceLimits most = limits(kCap, 0);
-  most.collective = Collective::kReduceScatter;
-  const Workspace workspace = plan_workspace(layout, 32768, most);
+  PlanOptions plan = cut(kCap, Nodes::flat(3), /*on_streams=*/false, 32768);
+  plan.collective = Collective::kReduceScatter;
+  const Workspace workspace = plan_workspace(layout, plan, limits(kCap, 0));
   EXPECT_EQ(workspace.slots, kMostSlots);
   EXPECT_EQ(workspace.slot_bytes(), workspace.send_bytes + workspace.receive_bytes);
-  WorkspaceLimits least = most;
-  least.cap_bytes = workspace.slot_bytes();
-  EXPECT_EQ(plan_workspace(layout, 32768, least).slots, 1);
-  --least.cap_bytes;
-  EXPECT_THROW((void)plan_workspace(layout, 32768, least), Error);
+  const uint64_t least = workspace.slot_bytes();
+  EXPECT_EQ(plan_workspace(layout, plan, limits(least, 0)).slots, 1);
+  EXPECT_THROW((void)plan_workspace(layout, plan, limits(least - 1, 0)), Error);
 }
 
 }  // namespace

@@ -103,13 +103,13 @@ World take_world(Bytes& input) {
                    .codecs = static_cast<CodecChoice>(input.below(3)),
                    .residuals = input.flip(),
                    .collective = collective};
-  world.options.dense_bytes = dense_bytes_within(cap, world.options.chunk_bytes, nodes);
+  world.options.dense_bytes =
+      dense_bytes_within(cap, world.options.chunk_bytes, nodes, world.options.equal_scatter);
   world.limits = {.cap_bytes = cap,
                   .other_bytes = input.take<uint16_t>(),
                   .most_slots = 1 + input.below(8),
                   .gathers_in_place = input.flip(),
-                  .siblings_share = input.flip() && !nodes.is_flat(),
-                  .collective = collective};
+                  .siblings_share = input.flip() && !nodes.is_flat()};
   return world;
 }
 
@@ -158,7 +158,7 @@ void check_layout(const World& world, const Layout& layout) {
 void check_elements(const World& world, const std::vector<Rank>& ranks) {
   const Nodes& nodes = ranks[0].layout.nodes();
   const uint64_t n = ranks[0].plan.num_elements;
-  const Collective collective = world.limits.collective;
+  const Collective collective = world.options.collective;
   std::map<uint64_t, uint64_t> lies_at;  // in the bucket, by tile
   uint64_t begin = 0;
   for (const uint32_t index : world.bucket) {
@@ -245,7 +245,7 @@ void check_gather(const World& world, const std::vector<Rank>& ranks, uint32_t r
   std::vector<std::map<uint64_t, uint32_t>> sent(ranks.size());  // offsets, by tile
   for (uint32_t owner = 0; owner < ranks.size(); ++owner) {
     Ranges message;
-    const bool averages = scatters(world.limits.collective);
+    const bool averages = scatters(world.options.collective);
     const ChunkPlan& of_owner = ranks[owner].plan.chunks[c];
     each_tile(averages ? of_owner.reduce : of_owner.encode,
               [&](const auto&, const Tile& tile, uint32_t) {
@@ -287,7 +287,7 @@ void check_fits(const World& world, const Rank& rank, const Workspace& space) {
       const Shard& own = chunk.shards[nodes.node_of(rank.layout.rank())];
       ASSERT_LE(uint64_t{nodes.num_nodes()} * own.scatter_bytes, space.receive_bytes);
     }
-    if (!gathers(world.limits.collective)) continue;
+    if (!gathers(world.options.collective)) continue;
     for (const Rail& rail : chunk.rails) {
       ASSERT_LE(rail.gather_message_bytes, space.message_bytes);
       dense += kHeaderBytes + uint64_t{rail.num_elements} * item_bytes(chunk.dtype);
@@ -348,14 +348,14 @@ void run(Bytes input) {
     check_layout(world, ranks[r].layout);
     ASSERT_EQ(ranks[r].plan.chunks.size(), ranks[0].plan.chunks.size());
     for (size_t c = 0; c < ranks[r].plan.chunks.size(); ++c) {
-      const bool sends = scatters(world.limits.collective) && nodes.is_leader(r);
+      const bool sends = scatters(world.options.collective) && nodes.is_leader(r);
       for (uint32_t node = 0; node < nodes.num_nodes() && sends; ++node) {
         check_scatter(world, ranks, r, c, node);
       }
-      if (gathers(world.limits.collective)) check_gather(world, ranks, r, c);
+      if (gathers(world.options.collective)) check_gather(world, ranks, r, c);
     }
     try {
-      spaces.push_back(plan_workspace(ranks[r].layout, world.options.chunk_bytes, world.limits));
+      spaces.push_back(plan_workspace(ranks[r].layout, world.options, world.limits));
       check_fits(world, ranks[r], spaces.back());
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::kConfig);

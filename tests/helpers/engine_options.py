@@ -26,4 +26,4 @@ def parameter(
 
 def engine_options(**given: Any) -> _native.EngineOptions:
     """Those of a plain hook on a device, with what is `given`: parameters and nodes at least."""
-    return _native.EngineOptions(**{"equal_scatter": True, **given})
+    return _native.EngineOptions(**{"on_streams": True, **given})

@@ -51,7 +51,7 @@ def small_chunks() -> Any:
     from gradferry.core import device
 
     def adapted(transport: Any, config: Any) -> Any:
-        return dataclasses.replace(config, chunk_bytes=CHUNK_BYTES, equal_scatter=transport.streams)
+        return dataclasses.replace(config, chunk_bytes=CHUNK_BYTES, on_streams=transport.streams)
 
     return mock.patch.object(device.Transport, "adapted", adapted)
 

@@ -77,7 +77,8 @@ def describe(running: Running, stats: Stats) -> str:
         lines.append(_exchange_line(running))
     lines.append(
         f"  memory: residuals {stats['residual_bytes'] / 2**20:.1f} MiB, workspace "
-        f"{stats['workspace_bytes'] / 2**20:.1f} of at most {config.workspace_cap_mb:g} MiB, "
+        f"{stats['workspace_bytes'] / 2**20:.1f} of at most "
+        f"{config.workspace_cap_bytes / 2**20:g} MiB, "
         f"{running.engine.workspace()['slots']} chunks in flight"
     )
     # In other steps, such as those of a trial of "off", buckets pass through, which nothing times.

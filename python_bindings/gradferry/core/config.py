@@ -16,7 +16,7 @@ from gradferry.core.codec_spec import AUTO, OFF, CodecSpec, parse_codec
 from gradferry.core.names import closest, plain_name
 from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.nodes import NodesOption, check_option
-from gradferry.core.options import DEFAULTS, complete
+from gradferry.core.options import complete
 from gradferry.core.values import as_whole
 from gradferry.errors import ConfigError
 
@@ -83,9 +83,9 @@ class Config:
     seed: int
     disabled: bool
     chooses: bool  # with codec="auto"; `codec` is then the current choice
-    workspace_cap_mb: float
+    workspace_cap_mb: float | None  # None: what suits the transport
     chunk_bytes: int = CHUNK_BYTES  # at most; see `chunk_bytes_at`
-    equal_scatter: bool = False  # a chunk's messages to owners are padded to one size
+    on_streams: bool = False  # as collectives are: a bucket should be one chunk
     keep_gathered: bool = False  # of an all-gather; see `ShardedOptions`
     nodes: NodesOption = FOUND_NODES
 
@@ -97,7 +97,8 @@ class Config:
     @property
     def workspace_cap_bytes(self) -> int:
         """`workspace_cap_mb` in bytes."""
-        return int(self.workspace_cap_mb * 2**20)
+        usual = _native.STREAM_WORKSPACE_CAP_MB if self.on_streams else _native.WORKSPACE_CAP_MB
+        return int((self.workspace_cap_mb or usual) * 2**20)
 
     def chunk_bytes_at(self, world_size: int) -> int:
         """Most payload bytes per owner, stage and chunk that the workspace has room for."""
@@ -115,7 +116,7 @@ class Config:
             "chunk_bytes": self.chunk_bytes_at(world_size),
             # A link with a long round trip has as many bytes to carry where chunks are smaller.
             "most_slots": _native.HOST_SLOTS * max(CHUNK_BYTES // self.chunk_bytes, 1),
-            "equal_scatter": self.equal_scatter,
+            "on_streams": self.on_streams,
             "keep_gathered": self.keep_gathered,
             "workspace_cap_bytes": self.workspace_cap_bytes,
         }
@@ -191,9 +192,9 @@ class Config:
             "nonfinite": self.nonfinite,
             "check_every": self.check_every,
             "seed": self.seed,
-            "workspace_cap_mb": self.workspace_cap_mb,
+            "workspace_cap_mb": self.workspace_cap_bytes / 2**20,
             "chunk_bytes": self.chunk_bytes,
-            "equal_scatter": self.equal_scatter,
+            "on_streams": self.on_streams,
             "nodes": self.nodes,
         }
 
@@ -213,6 +214,7 @@ def make_config(codec: str, given: Mapping[str, Any] | None = None) -> Config:
         momentum = _momentum(options["momentum"], spec, options["error_feedback"])
     rules = _rules(options["rules"] or ())
     warmup_steps = count("warmup_steps", options["warmup_steps"])
+    cap = options["workspace_cap_mb"]
     return Config(
         codec=spec,
         rules=rules,
@@ -226,9 +228,7 @@ def make_config(codec: str, given: Mapping[str, Any] | None = None) -> Config:
         seed=count("seed", options["seed"]),
         nodes=check_option(options["nodes"]),
         chooses=chooses,
-        workspace_cap_mb=mebibytes(
-            "workspace_cap_mb", options["workspace_cap_mb"], DEFAULTS["workspace_cap_mb"]
-        ),
+        workspace_cap_mb=None if cap is None else mebibytes("workspace_cap_mb", cap, 96),
         disabled=_disabled(os.environ.get("GRADFERRY_DISABLE", "")),
     )
 

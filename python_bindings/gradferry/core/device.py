@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 def on_streams(config: Config) -> Config:
     """The configuration with the messages that suit collectives in the order of streams."""
-    return replace(config, chunk_bytes=_native.STREAM_CHUNK_BYTES, equal_scatter=True)
+    return replace(config, chunk_bytes=_native.STREAM_CHUNK_BYTES, on_streams=True)
 
 
 _REBUILD = (

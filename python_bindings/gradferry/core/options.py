@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, cast
 
-from gradferry import _native
 from gradferry.core.names import closest
 from gradferry.core.nodes import AUTO
 from gradferry.errors import ConfigError
@@ -66,9 +65,9 @@ class Options(TypedDict, total=False):
             hook, raise `StateError` for a parameter that trains although it was replaced, added,
             unfrozen or converted after attach, so that DistributedDataParallel does not reduce it.
         seed: of the codecs' random numbers; equal on all ranks.
-        workspace_cap_mb: the most memory for messages, in MiB, on the device of the model: chunks
-            get smaller as the world grows, then fewer are in flight. ``print(state)`` shows what is
-            used.
+        workspace_cap_mb: the most memory for messages, in MiB, on the device of the model: by
+            default 96, or 512 with NCCL. Chunks get smaller as the world grows, then fewer are in
+            flight. ``print(state)`` shows what is used.
         nodes: which ranks share a node, and with it a network card. Ranks of a node first add up
             their gradients, and nodes exchange the compressed sums: *two levels*. ``"auto"``:
             those that run on one machine and in one network namespace; where that makes only one
@@ -90,7 +89,7 @@ class Options(TypedDict, total=False):
     nonfinite: str
     check_every: int
     seed: int
-    workspace_cap_mb: float
+    workspace_cap_mb: float | None
     nodes: object
 
 
@@ -104,7 +103,7 @@ DEFAULTS: Options = {
     "nonfinite": "propagate",
     "check_every": 0,
     "seed": 0,
-    "workspace_cap_mb": _native.WORKSPACE_CAP_MB,
+    "workspace_cap_mb": None,
     "nodes": AUTO,
 }
 

@@ -233,7 +233,7 @@ EngineOptions World::options(uint32_t rank, bool goes_wrong) const {
                         .raise_nonfinite = raise_nonfinite,
                         .check_every = check_every,
                         .chunk_bytes = chunk_bytes,
-                        .equal_scatter = equal_scatter,
+                        .on_streams = equal_scatter,
                         .collective = collective,
                         .workspace_cap_bytes = kWorkspaceCap,
                         .find_unused_parameters = may_be_unused};

@@ -5,6 +5,7 @@ from .codecs import CODECS, Codec, Context, find_codec
 from .engine import ReferenceEngine
 from .layout import (
     CHUNK_BYTES,
+    STREAM_CAP_BYTES,
     TILE_ELEMENTS,
     Layout,
     Parameter,

@@ -15,6 +15,7 @@ from .scalars import DTYPES
 TILE_ELEMENTS = 4096
 CHUNK_BYTES = 131072
 CAP_BYTES = 96 << 20
+STREAM_CAP_BYTES = 512 << 20
 MOST_DENSE_BYTES = 2 << 20
 FEWEST_DENSE_BYTES = 32 << 10
 PIECE_ELEMENTS = 16  # what tiles are rounded up to on their way to their leaders
@@ -174,19 +175,22 @@ def assign_owners(tiles: Sequence[Tile], world_size: int) -> list[int]:
     return owners
 
 
-def dense_bytes(nodes: Sequence[Sequence[int]], chunk_bytes: int = CHUNK_BYTES) -> int:
+def dense_bytes(nodes: Sequence[Sequence[int]], chunk_bytes: int, on_streams: bool) -> int:
     """Most bytes of gradient of a rail in a chunk."""
     siblings = max(map(len, nodes))
     messages = (2 + siblings) * len(nodes) * (HEADER_BYTES + chunk_bytes)
-    left = (CAP_BYTES // 8 * 7 // 4 - messages) // (2 * siblings + 1) - 2 * HEADER_BYTES
-    return min(MOST_DENSE_BYTES, max(FEWEST_DENSE_BYTES, left))
+    memory = STREAM_CAP_BYTES // 8 * 7 // 4 * 2 if on_streams else CAP_BYTES // 8 * 7 // 4
+    left = max(FEWEST_DENSE_BYTES, (memory - messages) // (2 * siblings + 1) - 2 * HEADER_BYTES)
+    return left if on_streams else min(MOST_DENSE_BYTES, left)
 
 
-def cut_chunks(layout: Layout, bucket: Sequence[int], chunk_bytes: int) -> list[list[int]]:
+def cut_chunks(
+    layout: Layout, bucket: Sequence[int], chunk_bytes: int, on_streams: bool = False
+) -> list[list[int]]:
     """Numbers of the tiles of every chunk of a bucket, given as indices of parameters."""
     chunks: list[list[int]] = []
     is_flat = len(layout.nodes) == layout.world_size
-    most_dense = dense_bytes(layout.nodes, chunk_bytes)
+    most_dense = dense_bytes(layout.nodes, chunk_bytes, on_streams)
     sizes = _sizes(layout, [])
     for index in (t for parameter in bucket for t in layout.tiles_of[parameter]):
         rank, more = layout.owners[index], _sizes(layout, [index])
@@ -225,7 +229,7 @@ def sent_per_step(
     rank: int,
     chunk_bytes: int = CHUNK_BYTES,
     find_unused_parameters: bool = False,
-    equal_scatter: bool = False,
+    on_streams: bool = False,
     commits: int | None = None,
 ) -> list[int]:
     """What `rank` sends to every rank in a step whose buckets hold these parameters.
@@ -236,12 +240,12 @@ def sent_per_step(
     siblings = next([r for r in ranks if r != rank] for ranks in layout.nodes if rank in ranks)
     rail = next((ranks for ranks in layout.rails() if rank in ranks), [])
     for bucket in buckets:
-        chunks = cut_chunks(layout, bucket, chunk_bytes)
+        chunks = cut_chunks(layout, bucket, chunk_bytes, on_streams)
         for worker, owner, dense in (_sizes(layout, chunk) for chunk in chunks):
             most = max((worker[peer] for peer in rail), default=0)
             usual = sum(HEADER_BYTES + worker[peer] for peer in rail)
             padding = len(rail) * (HEADER_BYTES + most) - usual
-            is_padded = equal_scatter and most <= chunk_bytes and 32 * padding <= usual
+            is_padded = on_streams and most <= chunk_bytes and 32 * padding <= usual
             for peer in rail:
                 sent[peer] += HEADER_BYTES + (most if is_padded else worker[peer])
                 sent[peer] += HEADER_BYTES + max(owner[r] for r in rail)
