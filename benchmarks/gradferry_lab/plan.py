@@ -62,8 +62,8 @@ _MOST_PLANNED = 4  # buckets; all of a model are alike
 
 _EXCHANGES = {
     DDP: "flat: every GPU sends to every other, and the GPUs of a node share its card. two-level: "
-    "they add up their gradients first, and each sends to one GPU of every other node. -: "
-    "PyTorch's own all-reduce, in a ring that leaves each node once.",
+    "they add up their gradients first, and each sends to one GPU of every other node. attach "
+    "tries both. -: PyTorch's own all-reduce, in a ring that leaves each node once.",
     FSDP: "Parameters are gathered twice, with keep_gathered once, in rings that leave each node "
     "once, as FSDP2's own reduce-scatter does. In a compressed one every GPU sends to every other, "
     "and the GPUs of a node share its card: with many of them leave it to FSDP2 "

@@ -89,8 +89,7 @@ struct BucketPlan {
 inline constexpr uint64_t kScatterPaddingPart = 32;
 
 // Most bytes of gradient in a chunk that one rail has, where nodes have several ranks: what a
-// rank sends to a sibling. dense_bytes_within() gives less where memory is short, and more on
-// streams.
+// rank sends to a sibling. Less where memory is short, more on streams (dense_bytes_within()).
 inline constexpr uint64_t kMostDenseBytes = uint64_t{2} << 20;
 
 struct PlanOptions {

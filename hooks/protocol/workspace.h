@@ -18,8 +18,8 @@ uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, u
 
 // Most bytes of gradient per rail in one chunk, where nodes have several ranks: what messages of
 // `chunk_bytes` leave of the memory for each of four chunks, at most kMostDenseBytes, and a full
-// tile at least. On streams, where a bucket should be one chunk, what they leave for each of two:
-// one is packed while another is decoded. Equal on ranks with equal arguments.
+// tile at least. On streams, for whole buckets, what they leave for each of two: one is packed
+// while the other is decoded. Equal on ranks with equal arguments.
 uint64_t dense_bytes_within(uint64_t workspace_cap_bytes, uint32_t chunk_bytes, const Nodes& nodes,
                             bool on_streams);
 

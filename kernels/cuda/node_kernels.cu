@@ -8,9 +8,8 @@
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 namespace {
 
-// A thread's quads of a whole piece are then few, and blocks find room beside those of a model.
 constexpr uint32_t kThreads = 256;
-// Loads of a thread on their way at once: of a whole piece in pack, of 8 siblings in sum.
+// Loads of a thread on their way at once: of the largest piece in pack, of siblings in sum.
 constexpr uint32_t kInFlight = 8;
 
 // --- pack ----------------------------------------------------------------------------------------
@@ -22,17 +21,16 @@ GRADFERRY_DEVICE void copy_items(const std::byte* from, uint32_t n, std::byte* t
   constexpr uint32_t kWide = sizeof(Bytes16), kItem = sizeof(Item);
   const bool is_aligned = reinterpret_cast<uintptr_t>(from) % kWide == 0;
   const uint32_t wide_bytes = is_aligned ? n * kItem / kWide * kWide : 0;
-  constexpr uint32_t kStep = kWide * kThreads;
-  for (uint32_t i = kWide * threadIdx.x; i < wide_bytes; i += kInFlight * kStep) {
-    Bytes16 moved[kInFlight];
-    GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < kInFlight; ++j) {
-      if (i + j * kStep < wide_bytes) moved[j] = read<Bytes16>(from + i + j * kStep);
-    }
-    GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < kInFlight; ++j) {
-      if (i + j * kStep < wide_bytes) write(to + i + j * kStep, moved[j]);
-    }
+  static_assert(kInFlight * kThreads * kWide == kTileElements * sizeof(double));
+  Bytes16 moved[kInFlight];
+  const auto at = [](uint32_t i) { return kWide * (threadIdx.x + i * kThreads); };
+  GRADFERRY_UNROLL
+  for (uint32_t i = 0; i < kInFlight; ++i) {
+    if (at(i) < wide_bytes) moved[i] = read<Bytes16>(from + at(i));
+  }
+  GRADFERRY_UNROLL
+  for (uint32_t i = 0; i < kInFlight; ++i) {
+    if (at(i) < wide_bytes) write(to + at(i), moved[i]);
   }
   for (uint32_t i = wide_bytes / kItem + threadIdx.x; i < n; i += kThreads) {
     write(to + i * kItem, read<Item>(from + i * kItem));
@@ -71,27 +69,21 @@ GRADFERRY_DEVICE bool refuses_any(const SumCall& call) {
   return refused;
 }
 
-// Where the piece's items are, of the sibling that sent message `m`.
-GRADFERRY_DEVICE const std::byte* items_of(const SumCall& call, const ChunkPiece& piece,
-                                           uint32_t item, uint32_t m) {
-  const Message message = call.messages[m];
-  return message.rank == call.envelope.rank
-             ? static_cast<const std::byte*>(call.gradient) + piece.gradient_offset * item
-             : call.received + message.offset + kHeaderBytes + uint64_t{piece.offset} * item;
-}
-
 // Calls add(what load(its items) gave, whether it is the first) for every sibling in turn.
 template <typename Load, typename Add>
 GRADFERRY_DEVICE void for_siblings(const SumCall& call, const ChunkPiece& piece, uint32_t item,
                                    Load load, Add add) {
+  const auto* own = static_cast<const std::byte*>(call.gradient) + piece.gradient_offset * item;
+  const std::byte* received = call.received + kHeaderBytes + uint64_t{piece.offset} * item;
   for (uint32_t begin = 0; begin < call.num_messages; begin += kInFlight) {
     const uint32_t left = call.num_messages - begin;
     const std::byte* items[kInFlight];
+    decltype(load(own)) loaded[kInFlight];
     GRADFERRY_UNROLL
     for (uint32_t i = 0; i < kInFlight; ++i) {
-      items[i] = items_of(call, piece, item, begin + (i < left ? i : 0));
+      const Message message = call.messages[begin + (i < left ? i : 0)];
+      items[i] = message.rank == call.envelope.rank ? own : received + message.offset;
     }
-    decltype(load(call.received)) loaded[kInFlight];
     GRADFERRY_UNROLL
     for (uint32_t i = 0; i < kInFlight; ++i) {
       if (i < left) loaded[i] = load(items[i]);

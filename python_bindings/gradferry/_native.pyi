@@ -13,8 +13,7 @@ EXEMPT_MAX_SIZE: int  # likewise, of elements
 CHUNK_BYTES: int  # most payload bytes per owner, stage and chunk, in small worlds
 STREAM_CHUNK_BYTES: int  # the same where collectives are enqueued on streams
 HOST_SLOTS: int  # most chunks in flight on a host
-WORKSPACE_CAP_MB: int
-STREAM_WORKSPACE_CAP_MB: int
+WORKSPACE_CAPS_MB: tuple[int, int]  # on streams the second
 BUCKET_CAP_MB: int  # that of DistributedDataParallel
 MOST_RANKS: int  # of a world
 RESIDUAL_ALIGNMENT: int  # fp32 elements

@@ -22,7 +22,7 @@ from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import agreed_transport
 from gradferry.core.names import closest
 from gradferry.core.nodes import AUTO as FOUND_NODES
-from gradferry.core.nodes import exchanges_to_choose_from, found_nodes, option_for
+from gradferry.core.nodes import FLAT, exchanges_to_choose_from, found_nodes, option_for
 from gradferry.ddp.attach import attach
 from gradferry.ddp.model import distributed_in, reduced_parameters
 from gradferry.ddp.trial import (
@@ -164,6 +164,8 @@ class Diagnosis:
         if not all(step.is_advised for step in self.steps):
             notes.append("*: trains well only in momentum mode (momentum=).")
         notes += [f"{hook}: {loss}." for hook, loss in LOSSES.items() if hook in asked]
+        if self.device != "cpu" and any(step.exchange for step in self.steps):
+            notes.append("Without nodes= attach tries both exchanges, and keeps the faster.")
         doubts = []
         if self.on_one_host:
             # A link of a chosen rate is made of network namespaces, which GPUs do not share.
@@ -189,10 +191,9 @@ def doctor(
 ) -> Diagnosis:
     """Tries hooks on copies of the model, and says which to use. Collective.
 
-    Each hook trains a copy for some nine steps, one hook after the other, and those with the fewest
-    bytes first: what is hopeless after its first two counted steps gets no more. Where the order of
-    the fastest is still open they take up to two more turns. Needs memory for a second model with
-    its optimizer. The model itself and torch's random generator do not change.
+    Each hook trains a copy for some nine steps, those with the fewest bytes first; what is hopeless
+    after two counted steps gets no more, and the fastest up to two more turns. Needs memory for a
+    second model with its optimizer. The model and torch's random generator do not change.
 
     Args:
         ddp: on the CPU or a GPU, in a process group of at least two ranks. What torch.compile or
@@ -301,11 +302,13 @@ class _Examination:
 
     def run(self, hooks: Sequence[str], *, on_host: bool) -> Diagnosis:
         nodes = found_nodes(self._group, self.place)
-        *others, default = exchanges_to_choose_from(FOUND_NODES, nodes, on_host=on_host)
-        options = {each.name: option_for(each.nodes) for each in others}
+        exchanges = exchanges_to_choose_from(FOUND_NODES, nodes, on_host=on_host)
+        options = {each.name: option_for(each.nodes) for each in exchanges}
+        if on_host:
+            options[exchanges[-1].name] = FOUND_NODES
         # What to tell attach, so that it takes the exchange; without those that it cannot be told.
         self._options = {name: option for name, option in options.items() if option is not None}
-        names = [*self._options, default.name] if self._options else [None]
+        names = [*self._options] if len(self._options) > 1 else [None]
         candidates = [each for hook in hooks for each in _candidates(hook, names)]
         on_one_host = len(nodes.members) == 1
         self.emit("training steps without communication")
@@ -376,7 +379,7 @@ class _Examination:
         if candidate.hook in _COMPRESS:
             model.register_comm_hook(self._group, _COMPRESS[candidate.hook])
         elif candidate.hook not in (PLAIN, _NO_SYNC.hook):
-            nodes = self._options.get(candidate.exchange or "", FOUND_NODES)
+            nodes = self._options[candidate.exchange or FLAT]
             state = attach(model, candidate.hook, nodes=nodes)
         step = self.make_step(model)
         with model.no_sync() if candidate is _NO_SYNC else nullcontext():
@@ -411,7 +414,7 @@ def advise(
     Args:
         outcomes: of every hook; `PLAIN`, and others.
         silent_s: seconds of a step without communication.
-        options: by exchange other than the default, the option `nodes` that asks for it.
+        options: by exchange, the option `nodes` that asks for it.
     """
     ready = [each for each in outcomes if each.candidate.bits >= COARSE_BITS]
     plain, fastest = plain_of(outcomes), min(ready, key=_seconds)
@@ -438,8 +441,9 @@ def advise(
     verdict = f"Use {chosen.candidate.name}: it {takes}, {PLAIN} {1e3 * plain.seconds:,.1f} ms, "
     verdict += f"{plain.over(chosen).shown('.2f')} times as long, "
     verdict += f"{silent}{alike}"
-    if chosen.candidate.exchange in (options or {}):
-        verdict += f"; attach with nodes={(options or {})[str(chosen.candidate.exchange)]!r}"
+    option = (options or {}).get(chosen.candidate.exchange or "", FOUND_NODES)
+    if option != FOUND_NODES:
+        verdict += f"; attach with nodes={option!r}"
     if loss := LOSSES.get(chosen.candidate.hook):
         verdict += f"; {loss}"
     if fastest is not chosen and not level:

@@ -304,8 +304,7 @@ void bind_defaults(py::module_& module) {
   module.attr("CHUNK_BYTES") = kChunkBytes;
   module.attr("STREAM_CHUNK_BYTES") = kStreamChunkBytes;
   module.attr("HOST_SLOTS") = kHostSlots;
-  module.attr("WORKSPACE_CAP_MB") = kWorkspaceCapMiB;
-  module.attr("STREAM_WORKSPACE_CAP_MB") = kStreamWorkspaceCapMiB;
+  module.attr("WORKSPACE_CAPS_MB") = py::make_tuple(kWorkspaceCapMiB, kStreamWorkspaceCapMiB);
   module.attr("BUCKET_CAP_MB") = kBucketCapMiB;
   module.attr("MOST_RANKS") = kMostRanks;
   module.def(

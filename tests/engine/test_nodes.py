@@ -65,8 +65,8 @@ def test_ranks_of_one_machine_and_network_are_a_node_and_the_exchange_has_a_reas
         if on_host or reason != FOUND:
             assert (exchange.nodes, exchange.reason) == (chosen, reason)
         else:
-            assert exchange.is_flat
-            asked = "a device two levels are used where nodes= or codec='auto' asks"
+            assert exchange.nodes.is_flat
+            asked = "a device runs two levels where nodes= or a trial asks"
             assert asked in exchange.reason
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from auto_trials import AUTO, CUT, FOUND, TRIAL, case_given, equal, timed, try_a
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import make_config
 from gradferry.core.nodes import Exchange, Nodes, choose_exchange, exchanges_to_choose_from, flat
-from gradferry.ddp.auto import TRY_AGAIN_AFTER, Choice, candidates, chosen_by
+from gradferry.ddp.auto import TRY_AGAIN_AFTER, Choice, candidates, chooses, chosen_by
 from gradferry.ddp.state import bound_to
 from gradferry.ddp.trial import (
     HOPELESS,
@@ -160,9 +161,16 @@ def test_the_option_nodes_leaves_one_exchange_to_choose_from(
     both = exchanges_to_choose_from("auto", found, on_host=on_host)
     assert {each.name for each in both} == {"flat", "two-level"}
     assert both[-1] == choose_exchange("auto", found, on_host=on_host)
+    # So the exchange of a named codec is chosen with "auto" alone, and on a device.
+    transport = SimpleNamespace(on_host=on_host)
+    for codec, nodes in itertools.product(("auto", "q4", "off"), ("auto", option)):
+        config = make_config(codec, {"nodes": nodes})
+        running = SimpleNamespace(config=config, nodes=found, transport=transport, world_size=4)
+        wanted = codec == "auto" or (codec == "q4" and nodes == "auto" and not on_host)
+        assert chooses(running) == wanted
     for nodes in (flat(3), Nodes(((0, 1, 2),))):
         (alone,) = exchanges_to_choose_from("auto", nodes, on_host=on_host)
-        assert alone.is_flat
+        assert alone.nodes.is_flat
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from auto_trials import (
     AUTO,
+    CUT,
     FOUND,
     TRIAL,
     equal,
@@ -29,7 +30,7 @@ from on_ranks import on_ranks
 from outcomes import attempt
 from priced_device import group_without_cpu
 from reference import widen
-from scenario import Run, Scenario, Weight
+from scenario import Run, Scenario, Weight, on_nodes
 from stepping import logged, slot
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -241,6 +242,39 @@ def test_a_checkpoint_holds_the_choice(codec: str) -> None:
     assert choice["next_check"] >= 3 + FIRST_TRIAL
     assert stats["total_steps"] == 6
     assert bound_to(after.state).running.engine_steps() == (3 if codec == "q4" else 0)
+
+
+def case_resumed(scenario: Scenario, chosen: int, steps: int) -> dict[str, Any]:
+    """Steps at a stretch, and with a new model in the trial and another one behind it."""
+    answers = {}
+    for name, saves in {"straight": (), "trial": (5,), "behind": (chosen + 1,)}.items():
+        run, gradients = run_on(scenario, FOUND), []
+        for step in range(steps):
+            with timed(run.state, {"q8 two-level": 100.0, "q8 flat": 200.0}), on_nodes(FOUND):
+                run = run.saved_and_loaded() if step in saves else run
+                gradients.append(run.step(step))
+        answers[name] = {"gradients": gradients, **run.state.stats()["choice"]}
+    saved = {**run.state.state_dict(), "world_size": 4, "nodes": "[[0, 1], [2, 3]]"}
+    other = run_on(scenario, FOUND)
+    other.state.load_state_dict(saved, on_resize="drop")
+    return {**answers, "elsewhere": other.state.stats()["choice"]}
+
+
+def test_the_exchange_of_a_named_codec_is_saved_and_not_tried_again(worlds_on: WorldsOn) -> None:
+    scenario = dataclasses.replace(AUTO, codec="q8", world_size=3, device="streamed")
+    chosen = FIRST_TRIAL + TRIAL + CUT
+    for answer in worlds_on("streamed")(3).run(
+        case_resumed, scenario=scenario, chosen=chosen, steps=chosen + 8
+    ):
+        straight, trial, behind = (answer[name] for name in ("straight", "trial", "behind"))
+        assert (straight["exchange"], straight["step"]) == ("two-level", chosen)
+        assert equal(straight["gradients"], behind["gradients"])
+        assert (behind["exchange"], behind["reason"]) == ("two-level", "restored from a checkpoint")
+        assert behind["next_check"] == straight["next_check"] == 0
+        # Nothing was chosen yet when it was saved; nor was anything of another world.
+        assert trial["step"] == 5 + chosen
+        elsewhere = answer["elsewhere"]
+        assert (elsewhere["codec"], elsewhere["next_check"]) == ("q8", chosen + 8 + FIRST_TRIAL)
 
 
 @on_ranks()

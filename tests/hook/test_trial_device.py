@@ -18,7 +18,8 @@ from gradferry.core.nodes import Nodes
 from gradferry.ddp import auto
 from gradferry.ddp.trial import Clock
 from outcomes import Outcome, attempt
-from priced_device import WIDTH, Prices, group_without_cpu, priced, wrapped
+from priced_device import LAYERS, NUM_ELEMENTS, WIDTH, Prices, group_without_cpu, priced, wrapped
+from stepping import logged
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from watching import expect_no_race
@@ -99,6 +100,8 @@ def test_doctor_tries_both_exchanges_where_ranks_share_nodes(worlds: Worlds) -> 
     found, _ = answers[0]
     assert all(answer == answers[0] for answer in answers)
     assert [step.name for step in found.steps[:2]] == ["q4 (two-level)", "q4 (flat)"]
+    # Each copy keeps its exchange: ranks of a node send a card twice as much in the flat one.
+    assert found.steps[1].wire_bytes > found.steps[0].wire_bytes
     assert found.verdict.startswith("Use q4 (two-level): it takes ")
     assert "; attach with nodes=2; none of these keeps up, and gradferry.DiLoCo" in found.verdict
     alone = worlds(4).run(case_alone_on, members=EVEN)[0]
@@ -148,42 +151,52 @@ def test_what_cannot_be_measured_is_refused(worlds: Worlds) -> None:
 
 def case_auto(
     prices: Prices,
+    codec: str = "auto",
     layer_s: float = LAYER_S,
     kind: str = "streamed",
     members: Members | None = None,
     near: float = NEAR,
     has_cpu: bool = True,
-) -> tuple[dict[str, Any], list[float]]:
-    """The choice between q4 and off, and the seconds of each step."""
+) -> tuple[dict[str, Any], list[float], list[str]]:
+    """The choice between q4 and off, or of the codec's exchange, the seconds of each step, and what
+    was logged.
+    """
 
     steps = 2 + (2 if members is None else 3) * TRIAL + 4
     group = contextlib.nullcontext() if has_cpu else group_without_cpu()
     few = mock.patch.object(auto, "CODECS", ("q4",))
-    with on_nodes(members, near), group, few, priced(prices):
+    with on_nodes(members, near), group, few, priced(prices), logged() as messages:
         ddp, x = wrapped(layer_s, kind)
-        state = gradferry.attach(ddp, "auto")
+        state = gradferry.attach(ddp, codec)
         seconds = seconds_of(ddp, x, steps)
         choice = state.stats()["choice"]
         state.load_state_dict(state.state_dict())
-        assert state.stats()["choice"]["codec"] == choice["codec"]
+        for field in ("codec", "exchange"):
+            assert state.stats()["choice"][field] == choice[field]
     expect_no_race()
-    return choice, seconds
+    return choice, seconds, messages
 
 
+@pytest.mark.parametrize("codec", ["auto", "q4"])
 @pytest.mark.parametrize(
     ("near", "has_cpu", "exchange"), [(NEAR, False, "two-level"), (1.0, True, "flat")]
 )
-def test_auto_takes_the_faster_exchange(
-    worlds: Worlds, near: float, has_cpu: bool, exchange: str
+def test_auto_and_a_named_codec_take_the_faster_exchange(
+    worlds: Worlds, codec: str, near: float, has_cpu: bool, exchange: str
 ) -> None:
     # Siblings exchange whole gradients: where a byte between them takes as long as any other, the
     # flat exchange sends less.
-    arguments = {"members": EVEN, "near": near, "has_cpu": has_cpu}
+    arguments = {"codec": codec, "members": EVEN, "near": near, "has_cpu": has_cpu}
     answers = worlds(4).run(case_auto, prices=SLOW, **arguments)
-    assert all(answer == answers[0] for answer in answers)
-    choice, seconds = answers[0]
+    assert all(answer[:2] == answers[0][:2] for answer in answers)
+    choice, seconds, (line,) = answers[0]
     assert choice["exchange"] == exchange
     named = f"{choice['codec']} ({exchange})"
     other = named.replace(exchange, {"flat": "two-level", "two-level": "flat"}[exchange])
     assert choice["measured_ms"][named] < choice["measured_ms"][other]
+    by = "codec" if codec == "auto" else "nodes"
+    assert line.startswith(f"{by}='auto' takes {named} from step {choice['step']} on: ")
+    assert f"{named} {choice['measured_ms'][named]:.1f}" in line
+    assert f"{other} {choice['measured_ms'][other]:.1f}" in line
+    assert bool(choice["next_check"]) == (codec == "auto")  # no second trial of a named codec
     assert seconds[-1] == pytest.approx(1e-3 * choice["measured_ms"][named], rel=0.01)

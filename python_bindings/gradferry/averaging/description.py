@@ -51,7 +51,7 @@ def describe(running: Running, stats: Stats) -> str:
         f"gradferry: {config.codec}, error feedback {config.error_feedback}, "
         f"rank {running.rank} of {running.world_size}, {group}{in_world}"
     ]
-    if config.chooses:
+    if "next_check" in choice:
         lines.append(f"  chosen by 'auto': {choice['reason']}")
     for codec in dict.fromkeys(p.codec for p in parameters):
         members = [p for p in parameters if p.codec == codec]
@@ -77,9 +77,8 @@ def describe(running: Running, stats: Stats) -> str:
         lines.append(_exchange_line(running))
     lines.append(
         f"  memory: residuals {stats['residual_bytes'] / 2**20:.1f} MiB, workspace "
-        f"{stats['workspace_bytes'] / 2**20:.1f} of at most "
-        f"{config.workspace_cap_bytes / 2**20:g} MiB, "
-        f"{running.engine.workspace()['slots']} chunks in flight"
+        f"{stats['workspace_bytes'] / 2**20:.1f} of at most {config.workspace_cap_bytes / 2**20:g} "
+        f"MiB, {running.engine.workspace()['slots']} chunks in flight"
     )
     # In other steps, such as those of a trial of "off", buckets pass through, which nothing times.
     steps = running.engine_steps()
@@ -103,7 +102,7 @@ def _at_most_four(names: Sequence[str]) -> str:
 def _exchange_line(running: Running) -> str:
     """Which exchange runs, where the ranks are, and why it is this one."""
     nodes, exchange = running.nodes, running.exchange
-    if not exchange.is_flat:
+    if not exchange.nodes.is_flat:
         shown = f"two levels, {nodes.describe()}"
     elif running.config.nodes == FLAT:  # nobody asked where ranks are
         shown = f"flat between {running.world_size} ranks"

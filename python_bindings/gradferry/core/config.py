@@ -97,8 +97,7 @@ class Config:
     @property
     def workspace_cap_bytes(self) -> int:
         """`workspace_cap_mb` in bytes."""
-        usual = _native.STREAM_WORKSPACE_CAP_MB if self.on_streams else _native.WORKSPACE_CAP_MB
-        return int((self.workspace_cap_mb or usual) * 2**20)
+        return int((self.workspace_cap_mb or _native.WORKSPACE_CAPS_MB[self.on_streams]) * 2**20)
 
     def chunk_bytes_at(self, world_size: int) -> int:
         """Most payload bytes per owner, stage and chunk that the workspace has room for."""

@@ -182,12 +182,7 @@ def resolve(
 
 
 def found_nodes(group: dist.ProcessGroup, device: torch.device) -> Nodes:
-    """The nodes of a group's ranks, as AUTO finds them. Collective.
-
-    Args:
-        group: of the ranks.
-        device: of the gradients.
-    """
+    """The nodes of a group's ranks, with gradients on a device, as AUTO finds them. Collective."""
     records = gather_records(vars(identity()), group, device)
     return resolve(AUTO, world_ranks(group), [Identity(**record) for record in records])
 
@@ -215,18 +210,13 @@ class Exchange:
         """FLAT or TWO_LEVEL."""
         return exchange_between(self.nodes)
 
-    @property
-    def is_flat(self) -> bool:
-        """Whether every rank exchanges with all others."""
-        return self.nodes.is_flat
-
 
 def choose_exchange(option: NodesOption, found: Nodes, *, on_host: bool) -> Exchange:
     """The exchange between ranks. The same arguments, and so the same outcome, on all ranks.
 
     With AUTO, ranks add up their gradients inside nodes wherever that saves bytes on a network
     card: where there are two nodes or more and one of them has several ranks. On a device they do
-    so only where the option asks for it, or a trial (`exchanges_to_choose_from`).
+    so only where the option asks for it, or a trial (`exchanges_to_choose_from`) found it faster.
 
     Args:
         option: checked.
@@ -241,9 +231,7 @@ def choose_exchange(option: NodesOption, found: Nodes, *, on_host: bool) -> Exch
     if option == AUTO and len(found.members) == 1:
         return Exchange(alone, "all ranks are on one node")
     if option == AUTO and not on_host:
-        return Exchange(
-            alone, "on a device two levels are used where nodes= or codec='auto' asks for them"
-        )
+        return Exchange(alone, "a device runs two levels where nodes= or a trial asks for them")
     if option == AUTO:
         return Exchange(found, f"nodes={AUTO!r} found several ranks on a node")
     given = f"nodes={option}" if isinstance(option, int) else "a DeviceMesh says so"
@@ -251,17 +239,13 @@ def choose_exchange(option: NodesOption, found: Nodes, *, on_host: bool) -> Exch
 
 
 def exchanges_to_choose_from(option: NodesOption, found: Nodes, *, on_host: bool) -> list[Exchange]:
-    """What a trial chooses from: with AUTO both exchanges where there are two, on a device too,
-    else the one that the option asks for. Arguments as for `choose_exchange`, whose answer is the
-    last.
+    """What a trial chooses from: with AUTO both exchanges where there are two, else the one that
+    the option asks for. Arguments as for `choose_exchange`, whose answer is the last.
     """
-    chosen = choose_exchange(option, found, on_host=on_host)
-    two_levels = choose_exchange(option, found, on_host=True)
-    if option != AUTO or two_levels.is_flat:
-        return [chosen]
-    if chosen.is_flat:
-        return [two_levels, chosen]
-    return [choose_exchange(FLAT, found, on_host=on_host), chosen]
+    other, chosen = (
+        choose_exchange(option, found, on_host=each) for each in (not on_host, on_host)
+    )
+    return [other, chosen] if other != chosen else [chosen]
 
 
 def option_for(nodes: Nodes) -> str | int | None:

@@ -71,13 +71,12 @@ class Options(TypedDict, total=False):
         nodes: which ranks share a node, and with it a network card. Ranks of a node first add up
             their gradients, and nodes exchange the compressed sums: *two levels*. ``"auto"``:
             those that run on one machine and in one network namespace; where that makes only one
-            node, or nodes of one rank each, the exchange is *flat*, every rank with every other.
-            ``"flat"``: always flat. A whole number: so many consecutive ranks of the process group.
-            A DeviceMesh of two dimensions: its rows. ``print(state)`` says which exchange runs, and
-            why. Nodes of different sizes work. Results depend on the nodes: bits are equal on all
-            ranks, but other than those of the flat exchange. On a device, where nobody has timed
-            two levels, ``"auto"`` is flat with a codec that is named; with codec ``"auto"`` both
-            exchanges are candidates, as on the CPU.
+            node, or nodes of one rank each, the exchange is *flat*, every rank with every other. On
+            a device it begins flat, and DDP's hook tries both from its third step on, for 7 to 21
+            steps each: the faster one stays. ``"flat"``: always flat. A whole number: so many
+            consecutive ranks of the process group. A DeviceMesh of two dimensions: its rows.
+            ``print(state)`` says which exchange runs, and why. Bits are equal on all ranks, but
+            other than those of the flat exchange.
     """
 
     rules: Sequence[Mapping[str, Any]] | None

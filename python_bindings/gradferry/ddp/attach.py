@@ -27,14 +27,11 @@ def attach(
         ddp: the model, also as torch.compile or Lightning Fabric wrapped it again; it must not have
             a communication hook.
         codec: a codec string such as ``"q4"``, ``"off"`` for the backend's own all-reduce, or
-            ``"auto"``. ``"auto"`` begins with ``q4``. From the third step on, or behind a warm-up,
-            ``q4``, ``q8`` and ``off`` (or ``exact``, where ``nonfinite`` or
-            ``check_every`` need an engine) train for seven steps each, of which five count; in
-            momentum mode ``rht:bits=3`` and codecs below 3 bits instead of ``off``. One whose first
-            counted step takes 1.5 times what the fastest took gets no more. It takes the most
-            precise one within 2 % of the fastest, by the median on the slowest rank. It tries again
-            after 1000 steps, then less often after every change. Residuals are delivered before
-            a codec that has no place for them. ``stats()["choice"]`` explains the choice.
+            ``"auto"``. That begins with ``q4``. From the third step on, or behind a warm-up,
+            ``q4``, ``q8`` and ``off`` (or ``exact``, where an option needs an engine; in momentum
+            mode ``rht:bits=3`` and codecs below 3 bits) train for seven steps each, and the most
+            precise one within 2 % of the fastest stays. It tries again after 1000 steps, then less
+            often after every change. ``stats()["choice"]`` explains the choice.
         **options: see `gradferry.Options`.
 
     Returns:

@@ -1,5 +1,6 @@
-"""`codec="auto"`: a trial in the training itself, whose outcome all ranks apply at the same step.
-It chooses the codec, and the exchange where ranks share nodes.
+"""A trial in the training itself, whose outcome all ranks apply at the same step: `codec="auto"`
+chooses the codec, and the exchange where ranks share nodes. On a device, where those differ most,
+`nodes="auto"` chooses the exchange of a named codec, too, but only once.
 
 The hook calls the `Chooser` at the first bucket of an agreed step, at the same point on all ranks.
 From there on candidates train for a few steps each (`Trial`), and the times of the slowest rank
@@ -38,6 +39,7 @@ from gradferry.errors import ConfigError, GradferryError, StateError
 _log = logging.getLogger("gradferry")
 
 FIRST_TRIAL = 2  # DDP arranges its buckets in the steps before
+_NEVER = 2**63 - 1
 TRY_AGAIN_AFTER = 1000  # steps; doubled after every change, which limits the number of changes
 _IN_MOMENTUM_MODE = "rht:bits=3"  # beside codecs below 3 bits
 # The residuals of a parameter are delivered in the next step that uses it. A candidate for which
@@ -46,11 +48,13 @@ _DELIVERING_STEPS = 10
 
 
 def candidates(config: Config, exchanges: list[Exchange]) -> list[Candidate]:
-    """What "auto" may choose.
+    """What "auto" may choose: the exchange of a named codec, else
 
     `CODECS`, and ``off``, or ``exact`` where an option needs an engine. In momentum mode instead of
     ``off`` and ``exact`` coarser codecs.
     """
+    if not config.chooses:
+        return [Candidate(str(config.codec), config.codec.bits(), each.name) for each in exchanges]
     codecs = [parse_codec(name) for name in CODECS]
     backend = []
     if config.momentum:
@@ -71,6 +75,14 @@ def candidates(config: Config, exchanges: list[Exchange]) -> list[Candidate]:
 def _first_trial(config: Config) -> int:
     """The step in which it begins: in warm-up steps all candidates send the same."""
     return max(FIRST_TRIAL, config.warmup_steps)
+
+
+def chooses(running: Running) -> bool:
+    """Whether there is a trial: of codecs, or on a device of the exchanges of a named one."""
+    config, on_host = running.config, running.transport.on_host
+    exchanges = exchanges_to_choose_from(config.nodes, running.nodes, on_host=on_host)
+    is_open = config.chooses or (not on_host and len(exchanges) > 1)
+    return is_open and running.world_size > 1 and not config.passes_through
 
 
 def chosen_by(config: Config) -> int:
@@ -99,17 +111,13 @@ class Choice:
     made: bool = False  # False before the first trial and during every trial
     reason: str = "no trial yet"
     step: int = 0  # the first with this codec and exchange
-    next_check: int = FIRST_TRIAL
+    next_check: int = FIRST_TRIAL  # 0: there is none, as the codec is named
     interval: int = TRY_AGAIN_AFTER
     measured_ms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def restored(cls, saved: Any) -> Choice:
-        """The choice in a checkpoint.
-
-        Raises:
-            StateError: the checkpoint holds something else.
-        """
+        """The choice in a checkpoint. Raises StateError where that holds something else."""
         try:
             if not isinstance(saved, Mapping):
                 raise TypeError("it is no dict")
@@ -145,7 +153,7 @@ class Choice:
 
 
 class Chooser:
-    """Chooses the codec and the exchange of one hook."""
+    """Chooses the codec and the exchange of one hook, or the exchange alone (`chooses`)."""
 
     def __init__(self, running: Running) -> None:
         self._running = running
@@ -155,29 +163,32 @@ class Chooser:
         self._trial: Trial | None = None
         self._before: Candidate | None = None  # the choice before this trial
         self._delivered_since = 0  # the step in which an engine began to deliver
-        self.choice = Choice(next_check=_first_trial(running.config))
+        self._by = "codec='auto'" if running.config.chooses else "nodes='auto'"
+        self.choice = Choice(running.config.codec, next_check=_first_trial(running.config))
 
     def start(self, hook: _native.BucketHook) -> None:
-        """Makes the hook begin a trial when it is time."""
-        hook.call_at(self.choice.next_check, self._begin, "choice")
+        """Makes the hook begin a trial when it is time, in place of what it would have begun."""
+        hook.call_at(self.choice.next_check or _NEVER, self._begin, "choice")
 
     def restore(self, hook: _native.BucketHook, choice: Choice, step: int) -> None:
         """Continues from a checkpoint at `step`. Collective."""
         exchange = self._exchange_named(choice.exchange)
-        self._switch(hook, step, choice.codec, exchange)
+        config = self._running.config
+        codec = choice.codec if config.chooses else config.codec
+        self._switch(hook, step, codec, exchange)
         self._trial = None
         # DDP arranges its buckets anew.
-        next_check = max(choice.next_check, step + FIRST_TRIAL, self._running.config.warmup_steps)
-        self.choice = replace(choice, exchange=exchange.name, next_check=next_check)
+        earliest = max(step + FIRST_TRIAL, config.warmup_steps)
+        next_check = choice.next_check and max(choice.next_check, earliest)
+        self.choice = replace(choice, codec=codec, exchange=exchange.name, next_check=next_check)
         hook.resume(step)
         self.start(hook)
 
     def _begin(self, hook: _native.BucketHook, step: int) -> None:
         """Begins a trial, at the first bucket of a step. Collective, as all that follows."""
         running = self._running
-        device = running.transport.device
         every = candidates(running.config, self._exchanges)
-        self._trial = Trial(every, Clock(device), self._slowest)
+        self._trial = Trial(every, Clock(running.transport.device), self._slowest)
         self._before = self._current(every) if self.choice.made else None
         self._go_on(hook, step)
 
@@ -194,14 +205,17 @@ class Chooser:
         try:
             arrived = self._turn_to(hook, step, wanted)
         except GradferryError as error:  # the same on all ranks
-            self._leave_out(wanted, str(error))
+            _log.warning("%s leaves out %s: %s", self._by, wanted.name, error)
+            trial.leave_out(wanted)
             self._go_on(hook, step)
             return
         if not arrived:
             hook.call_at(step + 1, self._go_on, "choice")
         elif trial.current is None:
             shown = ", ".join(outcome.shown for outcome in trial.outcomes)
-            self._take(hook, step, wanted, f"the most precise of the fastest: {shown}")
+            is_auto = self._running.config.chooses
+            best = "the most precise of the fastest" if is_auto else "the faster one"
+            self._take(hook, step, wanted, f"{best}: {shown}")
         else:
             self._note_step(hook, step)
 
@@ -252,11 +266,6 @@ class Chooser:
             measured_ms={},
         )
 
-    def _leave_out(self, candidate: Candidate, reason: str) -> None:
-        assert self._trial is not None
-        _log.warning("codec='auto' leaves out %s: %s", candidate.name, reason)
-        self._trial.leave_out(candidate)
-
     def _take(self, hook: _native.BucketHook, step: int, chosen: Candidate, reason: str) -> None:
         assert self._trial is not None
         running, choice = self._running, self.choice
@@ -268,13 +277,13 @@ class Chooser:
             made=True,
             reason=reason,
             step=choice.step if stays else step,
-            next_check=step + interval,
+            next_check=step + interval if running.config.chooses else 0,
             interval=interval,
             measured_ms={o.candidate.name: 1e3 * o.seconds for o in self._trial.outcomes},
         )
         self._trial = None
         level = logging.INFO if running.rank == 0 and not stays else logging.DEBUG
-        _log.log(level, "codec='auto' takes %s from step %d on: %s", chosen.name, step, reason)
+        _log.log(level, "%s takes %s from step %d on: %s", self._by, chosen.name, step, reason)
         self.start(hook)
 
     def _switch(
@@ -301,5 +310,5 @@ class Chooser:
         """
         for exchange in self._exchanges:
             if exchange.name == name and len(self._exchanges) > 1:
-                return replace(exchange, reason="codec='auto' chose it")
+                return replace(exchange, reason=f"{self._by} chose it")
         return self._running.exchange

@@ -16,7 +16,7 @@ from gradferry.averaging.start import start
 from gradferry.core.config import make_config
 from gradferry.core.options import Options
 from gradferry.core.warn import warn
-from gradferry.ddp.auto import Chooser
+from gradferry.ddp.auto import Chooser, chooses
 from gradferry.ddp.model import (
     Model,
     expect_no_step_in_hook,
@@ -39,7 +39,7 @@ class Binding:
     Attributes:
         running: configuration, parameters and engine; "auto" changes them.
         hook: called by DDP's communication hook.
-        chooser: chooses the codec; None unless it is "auto" and there is something to choose.
+        chooser: chooses the codec or the exchange; None where there is nothing to choose.
         model: a weak reference, because DDP holds its hook, and so this object.
         handover: compares handed-over momenta; None unless the hook has momentum mode, warm-up
             steps and other ranks.
@@ -55,7 +55,7 @@ class Binding:
             engine=running.engine, parameters=running.tensors(), group_name=running.group_name
         )
         self.chooser: Chooser | None = None
-        if config.chooses and not config.disabled and not alone:
+        if chooses(running):
             self.chooser = Chooser(running)
             self.chooser.start(self.hook)
         self.handover: MomentumHandover | None = None

@@ -220,8 +220,12 @@ def _restore_choice(
     def check() -> Record:
         nonlocal choice
         saved_state.check(running, saved, on_resize)
-        # Where nothing chose, the measurement begins after loading.
-        if "choice" in saved or (saved["world_size"] > 1 and saved_state.holds_residuals(saved)):
+        # Where nothing chose, or for a named codec in another world, the measurement begins after
+        # loading.
+        is_there, world_size = "choice" in saved, saved["world_size"]
+        if running.config.chooses:
+            is_there |= world_size > 1 and saved_state.holds_residuals(saved)
+        if is_there and (running.config.chooses or world_size == running.world_size):
             choice = Choice.restored(saved.get("choice"))
         return {"choice": choice.saved(), "steps": saved["steps"]}
 
