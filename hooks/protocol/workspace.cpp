@@ -96,9 +96,8 @@ uint64_t dense_bytes_within(uint64_t workspace_cap_bytes, uint32_t chunk_bytes, 
   // To every sibling, from every sibling, and the sum.
   const uint64_t dense = (memory - std::min(memory, messages)) / (2 * most_siblings + 1);
   constexpr uint64_t kFewest = kTileElements * sizeof(double);
-  const uint64_t addressable = UINT32_MAX / (2 * most_siblings);
   return std::clamp(dense - std::min<uint64_t>(dense, 2 * kHeaderBytes), kFewest,
-                    on_streams ? addressable : kMostDenseBytes);
+                    on_streams ? UINT32_MAX / (2 * most_siblings) : kMostDenseBytes);
 }
 
 Workspace plan_workspace(const Layout& layout, const PlanOptions& plan,

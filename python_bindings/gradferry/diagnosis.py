@@ -165,7 +165,10 @@ class Diagnosis:
             notes.append("*: trains well only in momentum mode (momentum=).")
         notes += [f"{hook}: {loss}." for hook, loss in LOSSES.items() if hook in asked]
         if self.device != "cpu" and any(step.exchange for step in self.steps):
-            notes.append("Without nodes= attach tries both exchanges, and keeps the faster.")
+            notes.append(
+                "Without nodes= attach tries both exchanges. Those of two levels overlap with "
+                "NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment."
+            )
         doubts = []
         if self.on_one_host:
             # A link of a chosen rate is made of network namespaces, which GPUs do not share.
