@@ -18,7 +18,7 @@ from gradferry.core.nodes import Nodes
 from gradferry.ddp import auto
 from gradferry.ddp.trial import Clock
 from outcomes import Outcome, attempt
-from priced_device import LAYERS, NUM_ELEMENTS, WIDTH, Prices, group_without_cpu, priced, wrapped
+from priced_device import WIDTH, Prices, group_without_cpu, priced, wrapped
 from stepping import logged
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
