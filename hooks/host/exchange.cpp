@@ -1,8 +1,13 @@
 #include "host/exchange.h"
 
+#include <ATen/ops/from_blob.h>
+
 #include <chrono>
 #include <cstddef>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <utility>
 
 #include "lane.h"
@@ -12,18 +17,29 @@ namespace {
 
 bool siblings_share(const Slot& slot) { return slot.dense_shared.defined(); }
 
+// Zeros that take no memory before they are touched: in a large world there is room for a tile from
+// every rank, of which small buckets use little. They begin with a cache line.
+at::Tensor untouched_zeros(uint64_t num_bytes) {
+  constexpr size_t kLineBytes = 64;
+  size_t room = num_bytes + kLineBytes;
+  const std::shared_ptr<void> memory(std::calloc(room, 1), &std::free);
+  if (memory == nullptr) throw std::bad_alloc();
+  void* begin = memory.get();
+  std::align(kLineBytes, num_bytes, begin, room);
+  return at::from_blob(
+      begin, {static_cast<int64_t>(num_bytes)}, [memory](void*) {},
+      at::TensorOptions().dtype(at::kByte));
+}
+
 }  // namespace
 
 Slot make_slot(const Workspace& workspace, SharedMemory* memory, uint64_t number) {
-  const auto make = [](uint64_t num_bytes) {
-    return at::zeros({static_cast<int64_t>(num_bytes)}, at::TensorOptions().dtype(at::kByte));
-  };
   Slot slot;
-  slot.dense_send = make(workspace.dense_send_bytes);
-  slot.dense_receive = make(workspace.dense_receive_bytes);
-  slot.sum = make(workspace.sum_bytes);
-  slot.scatter_send = make(workspace.send_bytes);
-  slot.scatter_receive = make(workspace.receive_bytes);
+  slot.dense_send = untouched_zeros(workspace.dense_send_bytes);
+  slot.dense_receive = untouched_zeros(workspace.dense_receive_bytes);
+  slot.sum = untouched_zeros(workspace.sum_bytes);
+  slot.scatter_send = untouched_zeros(workspace.send_bytes);
+  slot.scatter_receive = untouched_zeros(workspace.receive_bytes);
   if (memory != nullptr) {
     const uint64_t begin = number * workspace.shared_bytes, gathered = workspace.gathered_bytes;
     slot.gathered = memory->part(begin, gathered);
@@ -31,8 +47,11 @@ Slot make_slot(const Workspace& workspace, SharedMemory* memory, uint64_t number
     slot.dense_place_bytes = workspace.dense_place_bytes;
     return slot;
   }
-  slot.gathered = workspace.shared_receive ? slot.scatter_receive : make(workspace.gathered_bytes);
-  if (workspace.own_message_bytes != 0) slot.own_message = make(workspace.own_message_bytes);
+  slot.gathered =
+      workspace.shared_receive ? slot.scatter_receive : untouched_zeros(workspace.gathered_bytes);
+  if (workspace.own_message_bytes != 0) {
+    slot.own_message = untouched_zeros(workspace.own_message_bytes);
+  }
   return slot;
 }
 
