@@ -7,7 +7,8 @@ training, and by codec its mean and spread, the median time of an outer step, co
 steps left out, and what the whole training took and sent.
 
 `--task text_10m` measures outer steps of a larger model, of 10.9 million parameters: two inner
-steps before each of three, which say nothing of the loss.
+steps before each of three, which say nothing of the loss. `--task published_30m` measures those of
+the 30.8 million parameters for which github.com/Adnan082/diloco-measured gives utilisations.
 """
 
 from __future__ import annotations
@@ -93,7 +94,20 @@ def text_10m(seed: int) -> Work:
     return Work(model, loss, periods=3, period=2, validate=None)
 
 
-TASKS = {"tiny": tiny, "text_10m": text_10m}
+def published_30m(seed: int) -> Work:
+    """The parameters of github.com/Adnan082/diloco-measured, with gradients at random."""
+    layer = [(256, 256)] * 4 + [(768, 256)] * 3 + [(256,)] * 2
+    shapes = [(50257, 256)] * 2 + 6 * layer + [(256,)]
+    torch.manual_seed(seed)
+    model = nn.ParameterList(0.02 * torch.randn(shape) for shape in shapes)
+
+    def loss(trained: nn.Module) -> torch.Tensor:
+        return torch.stack([(p * torch.randn_like(p)).sum() for p in trained.parameters()]).sum()
+
+    return Work(model, loss, periods=3, period=1, validate=None)
+
+
+TASKS = {"tiny": tiny, "text_10m": text_10m, "published_30m": published_30m}
 
 
 class OuterClock:
