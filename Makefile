@@ -87,7 +87,7 @@ gpu-check:  ## what a GPU makes of it: kernels, sanitizers, training; results in
 # --- tests
 test:  ## all fast tests
 	$(prepare) $(package_ready)
-	@$(MAKE) -s sim
+	@$(MAKE) -s sim WORLDS=8000
 	@$(test_core) -LE slow
 	@$(test_hooks) -LE slow
 	@$(pytest) -m "not slow"
@@ -97,6 +97,7 @@ test-slow: build/.system_valgrind  ## what `make test` leaves out: slow tests, s
 	@$(test_core) -L slow -V
 	@$(test_hooks) -L slow
 	@$(pytest) -m slow
+	@$(MAKE) -s sim FIRST=8000
 	@$(MAKE) -s -j1 test-hosts test-sanitized sim-threads fuzz FUZZ_SECONDS=20
 	@$(MAKE) lint
 	@unset CUDAARCHS; $(call cmake,all_gpus,kernels for every kind of GPU)
