@@ -22,13 +22,15 @@ bool siblings_share(const Slot& slot) { return slot.dense_shared.defined(); }
 at::Tensor untouched_zeros(uint64_t num_bytes) {
   constexpr size_t kLineBytes = 64;
   size_t room = num_bytes + kLineBytes;
-  const std::shared_ptr<void> memory(std::calloc(room, 1), &std::free);
+  void* const memory = std::calloc(room, 1);
   if (memory == nullptr) throw std::bad_alloc();
-  void* begin = memory.get();
+  void* begin = memory;
   std::align(kLineBytes, num_bytes, begin, room);
-  return at::from_blob(
-      begin, {static_cast<int64_t>(num_bytes)}, [memory](void*) {},
-      at::TensorOptions().dtype(at::kByte));
+  // Not a deleter of from_blob(): it takes memory where nothing may be thrown.
+  return at::for_blob(begin, {static_cast<int64_t>(num_bytes)})
+      .context(memory, &std::free)
+      .options(at::TensorOptions().dtype(at::kByte))
+      .make_tensor();
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <memory>
 #include <string>
 #include <system_error>
 
@@ -58,9 +59,13 @@ at::Tensor SharedMemory::part(uint64_t offset, uint64_t num_bytes) {
                     "the shared memory has " + std::to_string(num_bytes_) +
                         " bytes; there are no " + std::to_string(num_bytes) + " at " +
                         std::to_string(offset));
-  return at::from_blob(
-      static_cast<std::byte*>(memory_) + offset, {static_cast<int64_t>(num_bytes)},
-      [held = shared_from_this()](void*) {}, at::TensorOptions().dtype(at::kByte));
+  // Not a deleter of from_blob(): it takes memory where nothing may be thrown.
+  using Held = std::shared_ptr<SharedMemory>;
+  auto* const held = new Held(shared_from_this());
+  return at::for_blob(static_cast<std::byte*>(memory_) + offset, {static_cast<int64_t>(num_bytes)})
+      .context(held, [](void* each) { delete static_cast<Held*>(each); })
+      .options(at::TensorOptions().dtype(at::kByte))
+      .make_tensor();
 }
 
 }  // namespace gradferry
