@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import gc
@@ -21,15 +20,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import gradferry
 import torch
 import torch.distributed as dist
-from fault_rows import AT_A_LINK, FAULTY_STEP, REDUCER, Row
+from fault_rows import FAULTY_STEP, REDUCER, Row
 from gradferry.averaging import running
 from outcomes import Outcome, attempt
-from relays import Relays
-from scenario import LEARNING_RATE, ChosenGradients, Run, Scenario, expected_gradients, hash_of
-from torch.nn.parallel import DistributedDataParallel
+from scenario import LEARNING_RATE, Run, Scenario, expected_gradients, hash_of
 from ways import ReducerRun
 from world import open_files
 
@@ -57,16 +53,6 @@ def hashes_of(scenario: Scenario, steps: int) -> list[str]:
 
 class UsersError(Exception):
     """An error of the victim's own code."""
-
-
-@dataclasses.dataclass
-class Victim:
-    """What a fault acts upon."""
-
-    relays: Relays
-    scaler: torch.amp.GradScaler | None
-    alone: dist.ProcessGroup | None = None  # a group of the victim
-    run: Any = None
 
 
 def leave() -> None:
@@ -98,31 +84,8 @@ def kill_beside_child() -> None:
     kill()
 
 
-def lose_scale(victim: Victim) -> None:
-    """The scale becomes one that cannot be, so that the engine fails before it sends."""
-    victim.scaler._scale.fill_(0.0)
-
-
-def hand_in_foreign_bucket(victim: Victim) -> None:
-    """A bucket of another model never reaches the engine."""
-    model = ChosenGradients(victim.run.scenario)
-    other = DistributedDataParallel(model, process_group=victim.alone)
-    other.register_comm_hook(victim.run.state, gradferry.hook)
-    other(victim.run.targets(0)).backward()
-
-
-def spoil_memory() -> None:
-    """A bit flips here and there in what this rank shares with its siblings."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        place, rights, *_ = line.split()
-        if SHARED in line and "w" in rights:
-            begin, end = (int(each, 16) for each in place.split("-"))
-            memory = (ctypes.c_ubyte * (end - begin)).from_address(begin)
-            for i in range(300, len(memory), 512):
-                memory[i] ^= 1
-
-
-ACTIONS: dict[str, Callable[[Victim], Any]] = {
+# With the GradScaler of the victim.
+ACTIONS: dict[str, Callable[[Any], Any]] = {
     "kill": lambda _: kill(),
     "kill beside its child": lambda _: kill_beside_child(),
     "exit": lambda _: leave(),
@@ -130,10 +93,8 @@ ACTIONS: dict[str, Callable[[Victim], Any]] = {
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "slow": lambda _: time.sleep(SLOW_SECONDS),
     "fork": lambda _: fork(),
-    "no scale": lose_scale,
-    "foreign bucket": hand_in_foreign_bucket,
-    "corrupt scatter": lambda victim: victim.relays.damage("scatter"),
-    "corrupt memory": lambda victim: victim.relays.meanwhile("forward", spoil_memory),
+    # A scale that cannot be: the engine fails before it sends.
+    "no scale": lambda scaler: scaler._scale.fill_(0.0),
 }
 
 
@@ -191,27 +152,23 @@ def num_shared() -> int:
     return Path("/proc/self/maps").read_text().count(SHARED)
 
 
-def play(row: Row, victim: Victim) -> Seen:
+def play(row: Row) -> tuple[Seen, Any]:
+    """And the run, whose end the others would see."""
     timeout = datetime.timedelta(seconds=row.expected.timeout)
     group = dist.new_group(timeout=timeout)
     is_victim = dist.get_rank() == row.victim
-    conditions = contextlib.ExitStack()
-    if is_victim and row.fault in AT_A_LINK:
-        conditions.enter_context(victim.relays.between())
-    scenario = row.scenario
-    if victim.scaler is not None:
-        options = {**scenario.options, "grad_scaler": victim.scaler}
+    scenario, scaler = row.scenario, torch.amp.GradScaler("cpu")
+    if row.fault == "no scale":
+        options = {**scenario.options, "grad_scaler": scaler}
         scenario = dataclasses.replace(scenario, options=options)
-    start = ReducerRun if row.way == REDUCER else Run
-    with conditions:
-        run = victim.run = start(scenario, group)
+    run: Any = (ReducerRun if row.way == REDUCER else Run)(scenario, group)
     for step in range(FAULTY_STEP):
         run.step(step)
     assert (num_shared() > 0) == (scenario.nodes is not None)
     dist.barrier()
 
     def fault() -> None:
-        ACTIONS[row.fault](victim)
+        ACTIONS[row.fault](scaler)
 
     faulty: Any = contextlib.nullcontext()
     act: Callable[[], Any] = lambda: run.step(FAULTY_STEP)  # noqa: E731
@@ -227,12 +184,8 @@ def play(row: Row, victim: Victim) -> Seen:
     files = open_files()
     with faulty if is_victim else contextlib.nullcontext():
         outcome = attempt(act)
-    return Seen(
-        outcome,
-        attempt(run.state.state_dict),
-        run.parameter_hash(),
-        0 if is_victim else num_kept(files),
-    )
+    kept = 0 if is_victim else num_kept(files)
+    return Seen(outcome, attempt(run.state.state_dict), run.parameter_hash(), kept), run
 
 
 def case_row(row: Row, folder: str) -> None:
@@ -240,14 +193,11 @@ def case_row(row: Row, folder: str) -> None:
     is_victim = rank == row.victim
     if is_victim:
         Path(folder, "pid").write_text(str(os.getpid()))
-    scaler = torch.amp.GradScaler("cpu") if row.fault == "no scale" else None
-    victim = Victim(Relays(), scaler)
-    if row.fault == "foreign bucket":
-        victim.alone = dist.new_group([row.victim])
-    play(row, victim).write(folder, rank)
+    seen, run = play(row)
+    seen.write(folder, rank)
     survivors = [each for each in range(row.scenario.world_size) if each != row.victim]
     wait_for(lambda: all(Path(folder, f"rank {each}").exists() for each in survivors))
-    victim.run = None
+    del run
     wait_for(lambda: gc.collect() >= 0 and not num_shared())
     if row.fault == "stop" and rank == survivors[0]:
         os.kill(int(Path(folder, "pid").read_text()), signal.SIGKILL)  # the world waits for it

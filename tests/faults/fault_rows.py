@@ -105,10 +105,6 @@ SILENT = Expected(
 # All ranks are there, and wait: nobody can say which of them is the cause.
 MUTE = Expected(LATE, text=r".*lost contact with .*: nothing came within the timeout")
 FAILED = Expected(text="rank {victim} failed: {own}$", own="StateError")
-REFUSED = Expected(error="ProtocolError", text=r".* a message from rank {victim}\b.*: checksum is")
-FORWARDED = Expected(
-    error="ProtocolError", text=r"rank \d \w+ a message from rank \d .*, gather\): checksum is"
-)
 # A rank may first see another one's end, which is a consequence.
 WITHOUT_STORE = Expected(
     text=r"rank \d lost contact with (rank \d|another rank) .*: its connection was closed.*"
@@ -124,9 +120,6 @@ EXPECTED = {
     "slow": GOES_ON,
     "fork": GOES_ON,
     "no scale": FAILED,
-    "foreign bucket": FAILED,
-    "corrupt scatter": REFUSED,
-    "corrupt memory": FORWARDED,
 }
 # At attach ranks hear at once of an exception.
 TOLD = Expected(text=r"rank {victim}: UsersError: of the user's own code")
@@ -146,17 +139,11 @@ ENDS = {
     "exit": "process ended with code 3",
     "stop": KILLED,  # by the last survivor
 }
-AT_A_LINK = ("corrupt scatter", "corrupt memory")
 
 
 # --- the rows -------------------------------------------------------------------------------------
 
-FAULTS = ("kill", "exit", "raise", "stop", "slow", "fork", "corrupt scatter")
-
-
-def makes_sense(fault: str, phase: str) -> bool:
-    """A link is that of the engine's own connections, which exist from attach on."""
-    return fault not in AT_A_LINK or phase == "backward"
+FAULTS = ("kill", "exit", "raise", "stop", "slow", "fork")
 
 
 def row(fault: str, phase: str, way: str, exchange: str, victim: int | None = None) -> Row:
@@ -175,8 +162,6 @@ def quick_rows() -> Iterator[Row]:
     yield row("kill", "between steps", REDUCER, "flat")
     yield row("kill beside its child", "backward", "q4", "flat")
     yield row("no scale", "between steps", "topk", "flat")
-    yield row("foreign bucket", "between steps", "q4", "flat")
-    yield row("corrupt memory", "backward", "q4", "two levels")
 
 
 def slow_rows() -> Iterator[Row]:
@@ -186,7 +171,6 @@ def slow_rows() -> Iterator[Row]:
         row(fault, phase, way, exchange)
         for fault in FAULTS
         for phase in PHASES
-        if makes_sense(fault, phase)
         for way in WAYS
         for exchange in EXCHANGES
     )

@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -23,24 +23,11 @@ class Relays:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # What happens to the next message of a lane, and whether that must have a payload.
-        self._next: dict[str, tuple[Callable[[bytearray], object], bool]] = {}
-
-    # --- what happens
+        self._damaged: set[str] = set()  # lanes
 
     def damage(self, lane: str) -> None:
-        """A bit of the payload of the next message that has one flips."""
-
-        def flip(message: bytearray) -> None:
-            message[_PAYLOAD + 5] ^= 1
-
-        self._next[lane] = flip, True
-
-    def meanwhile(self, lane: str, act: Callable[[], object]) -> None:
-        """Something happens before the next message goes on."""
-        self._next[lane] = lambda _: act(), False
-
-    # --- how
+        """A bit of the payload of the lane's next message that has one flips."""
+        self._damaged.add(lane)
 
     @contextlib.contextmanager
     def between(self) -> Iterator[None]:
@@ -103,10 +90,9 @@ class Relays:
     def _changed(self, message: bytes, lane: str) -> bytes:
         """The message as it travels."""
         with self._lock:
-            change, needs_payload = self._next.get(lane, (None, False))
-            if change is None or (needs_payload and len(message) == _PAYLOAD):
+            if lane not in self._damaged or len(message) == _PAYLOAD:
                 return message
-            del self._next[lane]
+            self._damaged.remove(lane)
         changed = bytearray(message)
-        change(changed)
+        changed[_PAYLOAD + 5] ^= 1
         return bytes(changed)
