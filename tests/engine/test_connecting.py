@@ -9,11 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import os
-import resource
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 from unittest import mock
 
 import gradferry
@@ -128,49 +125,6 @@ def test_rank_that_is_interrupted_while_it_waits_is_named() -> None:
         interrupted_at_attach(ddp, lambda: store.wait([other_came]))
     elif dist.get_rank() == 1:
         assert_named(attached(ddp), "rank 0 was interrupted while it waited for others")
-    assert_trains()
-
-
-@contextlib.contextmanager
-def few_files() -> Iterator[None]:
-    """This process can open fewer files than its lanes need."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The limit is of file numbers, of which those in use may leave gaps.
-    in_use = {int(number) for number in os.listdir("/proc/self/fd")}  # noqa: PTH208
-    free = (number for number in itertools.count() if number not in in_use)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, 4, None)), limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("files", "rank 1: cannot connect to the other ranks: "),
-        ("memory", "rank 1: MemoryError: no memory"),
-    ],
-)
-@on_ranks(3)
-def test_rank_that_cannot_connect_is_named_by_all(kind: str, text: str) -> None:
-    """Its process is short of something."""
-    ddp, connect = DistributedDataParallel(ChosenGradients(SCENARIO)), _native.connect_lanes
-
-    def fail(*arguments: Any, **named: Any) -> Any:
-        if kind == "memory":
-            raise MemoryError("no memory")
-        with few_files():
-            return connect(*arguments, **named)
-
-    before = settled()  # a file of an earlier test that is closed later would be one more to open
-    dist.barrier()
-    replaced = fail if dist.get_rank() == 1 else connect
-    with little_patience(), mock.patch.object(_native, "connect_lanes", replaced):
-        outcome = attached(ddp)
-    assert_named(outcome, text)
-    assert kind != "files" or "Too many open files" in outcome.text
-    assert freed(before)
     assert_trains()
 
 

@@ -70,16 +70,6 @@ def test_ranks_of_one_machine_and_network_are_a_node_and_the_exchange_has_a_reas
             assert asked in exchange.reason
 
 
-def test_a_table_says_where_every_rank_is():
-    uneven = Nodes(((0, 3), (1,), (2, 4)))
-    assert uneven.of_rank == (0, 1, 2, 0, 2)
-    assert uneven.ranks_per_node == (2, 1, 2)
-    assert uneven.smallest == 1
-    assert not uneven.is_flat
-    assert flat(3).is_flat
-    assert flat(3) == Nodes(((0,), (1,), (2,)))
-
-
 def test_who_could_not_find_out_is_named_with_the_reason():
     assert not table("auto", A, B).note
     alone = table("auto", HIDDEN, A, HIDDEN, Identity(unread="odd"))

@@ -10,14 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 from gradferry import _native
-from mixed import MOMENTUM, groups_at_once, scenario_on
+from mixed import groups_at_once, scenario_on
 from reference import Layout, two_level_bytes_per_step
-from scenario import Run, Scenario, assert_bit_equal
+from scenario import Scenario, assert_bit_equal
 from streaming import CHUNK_BYTES, DEVICES, MANY_CHUNKS, SCENARIO, case_train
 from world import World
 
@@ -118,37 +116,3 @@ def test_nodes_are_those_of_the_ranks_in_a_group(device_worlds: Worlds, device: 
     answers = device_worlds(6).run(case_train, scenario=scenarios[0], beside=scenarios[1:])
     for scenario in scenarios:
         assert_bit_equal([answers[rank] for rank in scenario.group_ranks], scenario)
-
-
-def case_alone(scenario: Scenario) -> dict[str, Any]:
-    from gradferry.core import device
-
-    plain = Run(scenario)
-    untouched = plain.step(0)
-    with mock.patch.object(device, "EXCHANGE_WHEN_ALONE", True):
-        answer = case_train(scenario)
-    return {"untouched": untouched, "chunks": plain.state.stats()["chunks"], "alone": answer}
-
-
-def test_a_world_of_one_passes_gradients_on_unless_told_to_exchange(device_worlds: Worlds) -> None:
-    scenario = dataclasses.replace(SCENARIO, world_size=1)
-    (answer,) = device_worlds(1).run(case_alone, scenario=scenario)
-    assert answer["chunks"] == 0
-    assert answer["alone"]["stats"]["chunks"] > 0
-    for index, weight in enumerate(scenario.weights):
-        given = scenario.gradient(0, 0, 0, index)
-        assert answer["untouched"][index].tobytes() == given.tobytes()
-        # Exact parameters survive the exchange; of the others something is withheld.
-        exchanged = answer["alone"]["gradients"][0][index]
-        assert np.allclose(exchanged, given, rtol=2**-8, atol=np.abs(given).max() / 100)
-        lossless = weight.name in ("bias", "second")
-        assert (exchanged.tobytes() == given.tobytes()) == lossless
-
-
-def test_momentum_alone_is_compressed_where_it_exchanges(device_worlds: Worlds) -> None:
-    scenario = dataclasses.replace(SCENARIO, world_size=1, codec="sign1", rules=(), **MOMENTUM)
-    (answer,) = device_worlds(1).run(case_alone, scenario=scenario)
-    assert answer["alone"]["stats"]["chunks"] > 0
-    lossy = answer["alone"]["gradients"][0][0]
-    # sign1 gives one magnitude per block; the momentum would give thousands.
-    assert len(np.unique(np.abs(lossy[:4096]))) <= 64

@@ -75,7 +75,6 @@ SCENARIO = Scenario(
     ddp={"bucket_cap_mb": 0.02},
 )
 KINDS: dict[str, dict[str, Any]] = {
-    "rebuilt": {},
     "static_graph": {"ddp": {"bucket_cap_mb": 0.02, "static_graph": True}},
     "no_sync": {"passes": 2},
     "unused": {

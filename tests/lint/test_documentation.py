@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import pydoc
 import re
 import shlex
 from pathlib import Path
 
-import gradferry
 import pytest
 from documented import PAGES, ROOT, blocks, case_snippets
-from gradferry.core.options import DEFAULTS
 from gradferry_lab.cli import main, parser
 from programs import load_program
 from world import Worlds
@@ -64,11 +61,6 @@ def test_every_command_is_one(page: str, command: str) -> None:
         assert (ROOT / script).exists()
 
 
-def test_there_are_commands_of_every_kind() -> None:
-    kinds = {command.split()[0] for _, command in commands()}
-    assert kinds >= {"gradferry", "torchrun", "pip", "python"}
-
-
 @pytest.mark.parametrize(
     ("page", "shown"),
     [
@@ -93,14 +85,3 @@ def test_a_plan_that_is_shown_is_what_it_prints(
 def test_page_of_the_command_line_is_that_of_the_parsers() -> None:
     made = load_program("tools/command_line_page.py")
     assert made.PAGE.read_text() == made.page(), "run tools/command_line_page.py"
-
-
-def test_readme_fits_a_page() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-
-
-def test_help_says_what_every_argument_is() -> None:
-    shown = pydoc.render_doc(gradferry.attach, renderer=pydoc.plaintext)
-    assert "see `" not in shown
-    for name in DEFAULTS:
-        assert re.search(rf"^ +{name}: .+", shown, re.MULTILINE), name

@@ -1,4 +1,4 @@
-"""Optimizers in momentum mode: saved states, copies, steps that raise, and other hooks."""
+"""Optimizers in momentum mode: copies, steps that raise, and other hooks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import gradferry
 import pytest
 import torch
-from momentum_training import SETTINGS, STEPS, WEIGHTS, attached, gradient
+from momentum_training import SETTINGS, WEIGHTS, attached, gradient
 from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import ChosenGradients
@@ -26,24 +26,6 @@ def trained(
         ddp({w.name: w.from_flat(gradient(step, i)) for i, w in enumerate(WEIGHTS)}).backward()
         optimizer.step()
     return [p.detach().numpy().tobytes() for p in model.parameters()]
-
-
-@on_ranks(1)
-def test_saved_states_hold_the_users_numbers_and_resume_to_the_bit() -> None:
-    def start() -> tuple[Any, ChosenGradients, Any, Any]:
-        model, ddp, state = attached()
-        optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS)
-        return gradferry.optim.momentum_mode(optimizer, state), model, ddp, state
-
-    optimizer, model, ddp, state = start()
-    trained(range(3), optimizer, model, ddp)
-    saved = copy.deepcopy((optimizer.state_dict(), model.state_dict(), state.state_dict()))
-    assert saved[0]["param_groups"][0]["betas"] == SETTINGS["betas"]
-    expected = trained(range(3, STEPS), optimizer, model, ddp)
-    optimizer, model, ddp, state = start()
-    for part, content in zip((optimizer, model, state), saved, strict=True):
-        part.load_state_dict(content)
-    assert trained(range(3, STEPS), optimizer, model, ddp) == expected
 
 
 @on_ranks(1)

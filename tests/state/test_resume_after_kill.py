@@ -15,7 +15,7 @@ SECONDS = 300.0  # for a training, on a machine that does much else
 # Two of the places of a kill: the seed draws them.
 JOBS = {
     1: Job("sign1", 2, "OneBitAdam", {"momentum": 0.9, "warmup_steps": FREEZE}),
-    12: Job("topk:ratio=0.05", 3, "SGD"),
+    12: Job("topk:ratio=0.05", 3, "AdamW", {"momentum": 0.9}),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import pickle
 from typing import Any
 
@@ -181,7 +182,10 @@ def test_state_prints_the_outcome_of_the_rules_and_counts() -> None:
     assert sorted(i for bucket in after["step_buckets"] for i in bucket) == [0, 1, 2]
 
 
-def test_what_was_agreed_on_is_not_there_before_the_state_is_bound() -> None:
-    for door in ("config", "parameters", "rank", "world_size", "passes_through"):
+def test_what_was_agreed_on_and_numbers_are_not_there_before_the_state_is_bound() -> None:
+    state = gradferry.HookState("q4")
+    agreed = ("config", "parameters", "rank", "world_size", "passes_through")
+    calls = (state.stats, state.events, lambda: state.on_step(print))
+    for call in (*calls, *(functools.partial(getattr, state, name) for name in agreed)):
         with pytest.raises(gradferry.StateError, match="not bound to a model"):
-            getattr(gradferry.HookState("q4"), door)
+            call()
