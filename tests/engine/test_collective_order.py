@@ -8,20 +8,17 @@ import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from gradferry.core import engine
 from mixed import mixed, scenario_on
-from scenario import Run, Scenario, assert_bit_equal
-from streaming import MANY_CHUNKS, PATIENCE, case_train, one_at_a_time, small_chunks
+from scenario import Scenario, assert_bit_equal
+from streaming import MANY_CHUNKS, PATIENCE, case_train, one_at_a_time
 from world import World
 
 Worlds = Callable[[int], World]
-
-NOT_LONG = 1.0  # for collectives that wait for each other
 
 
 def case_ordered(scenario: Scenario, seeds: list[int]) -> dict[str, Any] | None:
@@ -49,37 +46,6 @@ def test_two_levels_need_no_collectives_side_by_side(
         case_ordered, scenario=scenario, seeds=list(range(num_seeds)), seconds=300
     )
     assert_bit_equal(answers, scenario)
-
-
-def case_unchained(scenario: Scenario, most_steps: int) -> dict[str, Any]:
-    """Trains until a device hangs, where the engine believes that devices keep the hosts' order."""
-    with (
-        one_at_a_time(NOT_LONG) as machine,
-        mock.patch.object(engine, "starts_in_order", return_value=True),
-        small_chunks(),
-    ):
-        machine.set_seed(dist.get_rank())
-        run = Run(scenario)
-        found: set[str] = set()
-        for step in range(most_steps):
-            run.step(step)
-            machine.synchronize()
-            found.update(machine.races())
-            hangs = torch.tensor(any(text.startswith("deadlock") for text in found))
-            dist.all_reduce(hangs, dist.ReduceOp.MAX)
-            if hangs:
-                return {"hangs": True, "found": found, "steps": step}
-    return {"hangs": False, "found": found}
-
-
-def test_the_device_sees_two_levels_that_may_hang(device_worlds: Worlds) -> None:
-    """Without the chain devices begin collectives in other orders than the hosts post them."""
-    scenario = scenario_on("2x2", MANY_CHUNKS)
-    for answer in device_worlds(4).run(
-        case_unchained, scenario=scenario, most_steps=300, seconds=300
-    ):
-        assert answer["hangs"]
-        assert any("is not ordered with" in race for race in answer["found"])
 
 
 @pytest.mark.parametrize(
