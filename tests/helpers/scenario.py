@@ -393,28 +393,32 @@ def assert_bit_equal(answers: list[dict[str, Any] | None], scenario: Scenario) -
     for rank, answer in enumerate(answers):
         assert len(answer["gradients"]) == scenario.steps
         for step, gradients in enumerate(answer["gradients"]):
-            for index, got in enumerate(gradients):
-                where = f"rank {rank}, step {step}, {scenario.weights[index].name}"
-                _assert_same_bits(got, expected[step][rank][index], where, scenario, index)
+            for got, want, weight in zip(
+                gradients, expected[step][rank], scenario.weights, strict=True
+            ):
+                where = f"rank {rank}, step {step}, {weight.name}"
+                if got is None:  # nobody used it
+                    names = (scenario.unused.get(each, ()) for each in range(scenario.world_size))
+                    assert all(weight.name in used for used in names), where
+                else:
+                    assert_same_bits(got, want, weight.real_dtype, where)
     assert_same_parameters(answers)
 
 
-def _assert_same_bits(
-    got: np.ndarray | None, want: np.ndarray, where: str, scenario: Scenario, index: int
+def assert_same_bits(
+    got: np.ndarray | None, want: np.ndarray | None, dtype: str, where: str
 ) -> None:
-    if got is None:
-        name = scenario.weights[index].name
-        assert all(name in scenario.unused.get(r, ()) for r in range(scenario.world_size)), where
+    assert (got is None) == (want is None), where
+    if got is None or want is None or got.tobytes() == want.tobytes():
         return
     assert got.shape == want.shape, where
-    if got.tobytes() != want.tobytes():
-        bits = DTYPES[scenario.weights[index].real_dtype].bits
-        wrong = np.flatnonzero(got.view(bits) != want.view(bits))
-        first = wrong[0]
-        raise AssertionError(
-            f"{where}: {len(wrong)} of {len(got)} elements differ, first at {first}: "
-            f"got {got[first]!r}, expected {want[first]!r}"
-        )
+    bits = DTYPES[dtype].bits
+    wrong = np.flatnonzero(got.view(bits) != want.view(bits))
+    first = wrong[0]
+    raise AssertionError(
+        f"{where}: {len(wrong)} of {len(got)} elements differ, first at {first}: "
+        f"got {got[first]!r}, expected {want[first]!r}"
+    )
 
 
 def assert_same_parameters(answers: list[dict[str, Any]]) -> None:

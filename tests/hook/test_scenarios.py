@@ -18,11 +18,19 @@ import pytest
 import scenario as scenarios
 import torch
 import torch.distributed as dist
-from drawing import Axes, Row, pairs_of
+from drawing import Axes, Row
 from mixed import COMPLEX, EVERY_DTYPE, MIXED
 from reference import DTYPES, ReferenceEngine, narrow, widen
 from residual_sums import by_tile
-from scenario import Run, Scenario, Weight, bytes_sent, group_of, reference_of
+from scenario import (
+    Run,
+    Scenario,
+    Weight,
+    assert_same_bits,
+    bytes_sent,
+    group_of,
+    reference_of,
+)
 from world import WorldsOn
 
 Grads = list[np.ndarray | None]  # by weight
@@ -479,24 +487,10 @@ def compare(case: Drawn, answers: list[dict[str, Any]]) -> None:
                 where = f"rank {rank}, synced pass {number}, {weight.name}"
                 if case.world_size == 1 and one is not None:
                     one = narrow(widen(one, weight.real_dtype), weight.real_dtype)  # torch's NaN
-                same_bits(one, other, weight.real_dtype, where)
+                assert_same_bits(one, other, weight.real_dtype, where)
     compare_residuals(case, answers, engine)
     compare_numbers(case, answers, len(max(seen, key=len)))
     assert len({answer["hash"] for answer in answers}) == 1, "parameters differ"
-
-
-def same_bits(got: np.ndarray | None, want: np.ndarray | None, dtype: str, where: str) -> None:
-    assert (got is None) == (want is None), where
-    if got is None or want is None or got.tobytes() == want.tobytes():
-        return
-    assert got.shape == want.shape, where
-    bits = DTYPES[dtype].bits
-    wrong = np.flatnonzero(got.view(bits) != want.view(bits))
-    first = wrong[0]
-    raise AssertionError(
-        f"{where}: {len(wrong)} of {len(got)} elements differ, first at {first}: "
-        f"got {got[first]!r}, expected {want[first]!r}"
-    )
 
 
 def compare_residuals(case: Drawn, answers: list[dict[str, Any]], engine: ReferenceEngine) -> None:
@@ -518,7 +512,7 @@ def compare_residuals(case: Drawn, answers: list[dict[str, Any]], engine: Refere
                     whole = engine.worker_residual[tile.parameter][node_of[rank]]
                 want = whole[tile.offset : tile.offset + tile.num_elements]
                 where = f"rank {rank}, {kind} residual of {case.weights[tile.parameter].name}"
-                same_bits(got.astype(np.float32), want, "float32", where)
+                assert_same_bits(got.astype(np.float32), want, "float32", where)
         copies = len(engine.nodes) if kind == "worker" else 1
         assert held == dict.fromkeys(numbers, copies), f"tiles of {kind} residuals: {held}"
 
@@ -581,21 +575,6 @@ def test_a_drawn_training_equals_the_reference(worlds_on: WorldsOn, number: int)
 def test_trainings_of_more_seeds_equal_the_reference(worlds_on: WorldsOn, seed: int) -> None:
     for row in AXES.drawn(seed):
         check(worlds_on, row, seed)
-
-
-@pytest.mark.parametrize("seed", [QUICK, *SEEDS])
-def test_every_two_values_that_may_meet_are_drawn(seed: int) -> None:
-    met = set().union(*map(pairs_of, AXES.drawn(seed)))
-    assert met == AXES.pairs()
-
-
-def test_a_row_that_fails_shrinks_to_what_it_fails_of() -> None:
-    cause = {"codec": "rht:bits=2", "scale": "any", "reset": "kept"}
-    row = {axis: list(names)[-1] for axis, names in CHANGES.items()} | cause
-    assert AXES.shrunk(row, lambda simpler: cause.items() <= simpler.items()) == {
-        **AXES.simplest,
-        **cause,
-    }
 
 
 def test_scales_that_are_powers_of_two_change_no_bit_of_the_reference() -> None:
