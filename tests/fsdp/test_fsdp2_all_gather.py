@@ -82,12 +82,10 @@ SMALL = {"workspace_cap_mb": 0.15}  # several chunks per module
 @pytest.mark.parametrize(
     ("sharding", "codec", "dtype", "options"),
     [
-        (FOUR, "exact", None, {}),
         (FOUR, "bf16", None, SMALL),
         (FOUR, "q4", None, {}),
         (FOUR, "q8", torch.bfloat16, {}),
         (STREAMED, "exact", None, {}),
-        (STREAMED, "q4", None, {}),
         (STREAMED, "q8", None, SMALL),
         (STAGED, "q8", None, {}),
     ],

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from gradferry.errors import GradferryWarning
 from on_ranks import on_ranks
 from outcomes import Outcome, attempt
+from products import rows
 from scenario import Run, Scenario, Weight, assert_bit_equal, hooked
 from stepping import bits
 from torch import nn
@@ -279,10 +280,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize(("way", "native"), rows(list(WAYS), (True, False)))
 @on_ranks()
-def test_every_form_of_a_pass_leaves_the_gradients_of_plain_ddp(native: bool, way: str) -> None:
+def test_every_form_of_a_pass_leaves_the_gradients_of_plain_ddp(way: str, native: bool) -> None:
     how = WAYS[way]
     torch._dynamo.reset()
     counters.clear()

@@ -10,10 +10,8 @@ import gradferry
 import numpy as np
 import pytest
 import torch
-from codec_checks import LARGEST, NARROW_DTYPES, assert_decodes_alike
+from codec_checks import LARGEST, assert_decodes_alike
 from gradferry import _native
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from reference import CODECS, TILE_ELEMENTS, Header, find_codec, message_checksum, narrow
 from reference.message import hash64
 
@@ -44,9 +42,15 @@ WORDS = [
 BYTES = [0, 1, 7, 8, 9, 10, 0x40, 0x7A, 0x7B, 0x7E, 0x7F, 0x80, 245, 246, 254, 255]
 
 
-# Of topk with 0.05: several indices, of an odd number; with 0.25 a bitmap.
-@pytest.mark.parametrize(("n", "values"), [(1, range(256)), (140, BYTES)])
-@pytest.mark.parametrize("codec", [*CODECS, *TOPK])
+# Of topk with 0.05: several indices, of an odd number; with 0.25 a bitmap. Of one element it keeps
+# one, whatever the ratio.
+@pytest.mark.parametrize(
+    ("codec", "n", "values"),
+    [
+        *((codec, 1, range(256)) for codec in CODECS),
+        *((codec, 140, BYTES) for codec in (*CODECS, *TOPK)),
+    ],
+)
 def test_a_payload_with_any_byte_changed_decodes_as_the_reference_says(
     codec: str, n: int, values: Sequence[int]
 ) -> None:
@@ -99,20 +103,3 @@ def test_rht_scale_may_be_as_large_as_all_codes_of_its_block_allow(codec: str, n
             assert np.isnan(decoded).all() == corrupt
             assert np.isfinite(decoded).all() != corrupt
     assert largest_is_beyond_n == 0 if n == 128 else largest_is_beyond_n > 30
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(
-    st.sampled_from([*LOSSY, *TOPK]),
-    st.sampled_from([1, 17, 130, 300, TILE_ELEMENTS + 300]),
-    st.sampled_from(NARROW_DTYPES),
-    st.lists(st.tuples(st.integers(0, 2**16), st.integers(1, 255)), max_size=4),
-    st.integers(0, 2**64 - 1),
-)
-def test_mutated_payload_decodes_as_the_reference_says(
-    codec: str, n: int, dtype: str, mutations: list[tuple[int, int]], seed: int
-) -> None:
-    body = encoded(codec, n)
-    for place, flips in mutations:
-        body[place % len(body)] ^= flips
-    assert_decodes_alike(body, n, codec, dtype, seed=seed, step=seed // 5)

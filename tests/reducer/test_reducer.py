@@ -52,13 +52,11 @@ ON_DEVICE = {"weights": OF_REAL_KINDS, "device": "streamed"}
 CASES: dict[str, tuple[Scenario, dict[str, Any]]] = {
     "small-buckets": (PLAIN, {"async_op": True, "bucket_cap_mb": SMALL}),
     "all-kinds": (like_plain(weights=OF_ALL_KINDS), {"bucket_cap_mb": SMALL}),
-    "momentum": (Scenario(WEIGHTS, 3, codec="topk:ratio=0.05", options={"momentum": 0.9}), {}),
     "warm-up": (
         Scenario(WEIGHTS, codec="sign1", options={"warmup_steps": 2, "momentum": 0.9}),
         {"async_op": True},
     ),
     "alone": (like_plain(world_size=1, options={"momentum": 0.9}), {}),
-    "nan": (like_plain(poison={(1, 1, "tail"): float("nan")}), {}),
     "2x2": (like_plain(weights=OF_ALL_KINDS, world_size=4, nodes=TWO_BY_TWO), {"async_op": True}),
     "streamed": (like_plain(**ON_DEVICE), {"async_op": True, "bucket_cap_mb": SMALL}),
     "staged": (like_plain(**ON_DEVICE | {"device": "staged"}), {"bucket_cap_mb": SMALL}),
