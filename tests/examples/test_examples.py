@@ -90,6 +90,7 @@ def test_gradferry_is_one_import_and_one_attach_in_the_example_of_the_readme() -
     assert found[-1] < 0.7 * found[0]
 
 
+@pytest.mark.slow
 def test_one_bit_adam_learns_and_sends_a_twentieth() -> None:
     text = run_bare("ddp_one_bit_adam.py", ranks=2)
     sent = [int(count) for count in re.findall(r"(\d+) bytes", text)]
@@ -98,16 +99,13 @@ def test_one_bit_adam_learns_and_sends_a_twentieth() -> None:
     assert sent[-1] < sent[0] / 10
 
 
-def test_diloco_averages_changes_with_and_without_a_codec() -> None:
-    short = ("--outer-steps", "4", "--inner-steps", "20")
-    compressed = run_bare("diloco.py", *short, ranks=2)
-    plain = run_bare("diloco.py", *short, "--codec", "off", ranks=2)
-    for text in (compressed, plain):
-        assert len(losses(text)) == 4
-        assert losses(text)[-1] < losses(text)[0]
+@pytest.mark.slow
+def test_diloco_averages_changes_through_a_codec() -> None:
+    text = run_bare("diloco.py", "--outer-steps", "4", "--inner-steps", "20", ranks=2)
+    assert len(losses(text)) == 4
+    assert losses(text)[-1] < losses(text)[0]
     # 8 bits would be 4 times fewer at most, 4 bits 8 times.
-    assert re.search(r" bytes sent, 7\.\d times fewer than fp32", compressed)
-    assert "bytes sent" not in plain
+    assert re.search(r" bytes sent, 7\.\d times fewer than fp32", text)
 
 
 def message_bytes(codec: str, *shape: int) -> int:
@@ -134,6 +132,7 @@ def test_parameter_server_keeps_all_copies_equal() -> None:
     assert "all 3 copies of the parameters have SHA-256" in text
 
 
+@pytest.mark.slow
 def test_parameter_server_names_a_worker_that_dies_and_ends() -> None:
     (started,) = start("parameter_server.py", "--steps", "1000000", ranks=1)
     seen = started.stdout.readline()
@@ -151,6 +150,7 @@ def test_parameter_server_names_a_worker_that_dies_and_ends() -> None:
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
 
 
+@pytest.mark.slow
 def test_numbers_of_every_step_reach_tensorboard(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run_bare("tensorboard_numbers.py", str(tmp_path), ranks=2)

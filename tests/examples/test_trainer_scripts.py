@@ -50,6 +50,7 @@ def test_spawned_ranks_train() -> None:
     expect_trained(ended.returncode, ended.stdout, ended.stderr)
 
 
+@pytest.mark.slow
 def test_tasks_of_srun_train(tmp_path: Path) -> None:
     commands = {"scontrol": SCONTROL, "srun": SRUN, "python": f'#!/bin/sh\n{sys.executable} "$@"\n'}
     for name, text in commands.items():

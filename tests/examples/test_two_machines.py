@@ -40,6 +40,7 @@ def expect_shown(shown: str, said: list[str]) -> None:
         assert line == "..." or any(each.startswith(begin) for each in lines), (line, said)
 
 
+@pytest.mark.slow
 def test_doctor_talks_between_two_machines(tmp_path: Path) -> None:
     checks = "".join(each.splitlines()[0].removeprefix("$ ") + "\n" for each in CHECKS)
     ended = run_on_two([checks + EXPORT + each for each in PAIRS[0]], tmp_path)

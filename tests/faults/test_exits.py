@@ -92,7 +92,6 @@ def end(server: Server, ending: Ending, folder: Path) -> None:
 ENDED = [
     ("ddp", "exception", False),
     ("standard hook", "sys.exit", True),
-    ("ddp", "return", True),
     ("reducer", "return", True),
 ]
 
