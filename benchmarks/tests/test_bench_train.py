@@ -19,7 +19,8 @@ from world import World
 
 
 @pytest.mark.usefixtures("namespaces_allowed")
-@pytest.mark.parametrize("siblings", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("siblings", [1, 2])
 def test_train_counts_what_leaves_each_host_of_a_link(siblings, rows_of, capfd):
     rows = rows_of(
         "bench", "train", "--smoke", "--link", "1gbit", "--ranks-per-host", str(siblings)
