@@ -96,6 +96,7 @@ struct EngineOptions {
             .codecs = codecs,
             .residuals = residuals,
             .dense_bytes = dense_bytes_within(workspace_cap_bytes, chunk_bytes, nodes, on_streams),
+            .rail_bytes = rail_bytes_within(workspace_cap_bytes, nodes),
             .collective = collective};
   }
   // How many comparisons of parameters are due when `step` begins, since step 0.

@@ -13,6 +13,20 @@
 
 namespace gradferry {
 
+namespace {
+
+bool are_equal(const std::vector<int64_t>& sizes) {
+  return std::ranges::all_of(sizes, [&](int64_t size) { return size == sizes.front(); });
+}
+
+// Of a collective in which nobody sends anything.
+class NothingToSend final : public c10d::Work {
+ public:
+  NothingToSend() { finish(); }
+};
+
+}  // namespace
+
 at::ThreadLocalState thread_state_without_python() {
   std::optional<at::ThreadLocalState> state;
   std::thread([&] { state.emplace(); }).join();
@@ -28,10 +42,10 @@ CarrierLane::CarrierLane(Carrier carrier, std::shared_ptr<const at::ThreadLocalS
 
 Pending CarrierLane::all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes,
                                 at::Tensor send, std::vector<int64_t> send_bytes) {
+  if (receive.numel() == 0 && send.numel() == 0) return c10::make_intrusive<NothingToSend>();
   const at::ThreadLocalStateGuard guard(*clean_);
   // Every rank sends the same sizes, so all of them leave the sizes out, or none does.
-  const auto other = [&](int64_t num_bytes) { return num_bytes != send_bytes.front(); };
-  if (std::ranges::none_of(send_bytes, other)) {
+  if (are_equal(send_bytes)) {
     send_bytes.clear();
     receive_bytes.clear();
   }
@@ -40,9 +54,27 @@ Pending CarrierLane::all_to_all(at::Tensor receive, std::vector<int64_t> receive
       carrier_);
 }
 
-Pending CarrierLane::all_gather(at::Tensor receive, at::Tensor send) {
+// Messages of different sizes as an all-to-all with the same for everybody. NCCL takes lists of
+// tensors, which may all be one; gloo takes one tensor, and memory on hosts is cheap.
+Pending CarrierLane::all_gather(at::Tensor receive, std::vector<int64_t> receive_bytes,
+                                at::Tensor send) {
+  if (receive.numel() == 0) return c10::make_intrusive<NothingToSend>();
   const at::ThreadLocalStateGuard guard(*clean_);
-  return std::visit([&](auto& on) { return post_all_gather(*on, receive, send); }, carrier_);
+  if (are_equal(receive_bytes)) {
+    return std::visit([&](auto& on) { return post_all_gather(*on, receive, send); }, carrier_);
+  }
+  if (receive.is_cpu()) {
+    at::Tensor copies = send.repeat({world_size_});
+    std::vector<int64_t> send_bytes(world_size_, send.numel());
+    return std::visit(
+        [&](auto& on) { return post_all_to_all(*on, receive, copies, receive_bytes, send_bytes); },
+        carrier_);
+  }
+  std::vector<at::Tensor> parts = receive.split_with_sizes(receive_bytes);
+  std::vector<at::Tensor> sent(world_size_, send);
+  // In its place already.
+  if (parts[rank_].is_alias_of(send)) parts[rank_] = sent[rank_] = send.narrow(0, 0, 0);
+  return std::visit([&](auto& on) { return on->alltoall(parts, sent); }, carrier_);
 }
 
 void close_later(OpenLanes lanes) noexcept {

@@ -33,13 +33,15 @@ class Lane {
   Lane& operator=(const Lane&) = delete;
 
   // uint8 tensors, contiguous, one dimension. Rank p's part of `send` has send_bytes[p] bytes, its
-  // part of `receive` receive_bytes[p]; all ranks give the same send_bytes. A lane may or may not
-  // copy this rank's own part.
+  // part of `receive` receive_bytes[p]; all ranks give the same send_bytes. A part of no bytes is
+  // not sent. A lane may or may not copy this rank's own part.
   virtual Pending all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes,
                              at::Tensor send, std::vector<int64_t> send_bytes) = 0;
-  // Every rank sends `send`; `receive` holds world_size times as much. `send` is this rank's place
-  // in `receive`, or elsewhere; then a lane may or may not copy it there.
-  virtual Pending all_gather(at::Tensor receive, at::Tensor send) = 0;
+  // Every rank sends `send` to all; rank p's part of `receive` has receive_bytes[p] bytes, which
+  // all ranks give alike. `send` is this rank's place in `receive`, or elsewhere; then a lane may
+  // or may not copy it there.
+  virtual Pending all_gather(at::Tensor receive, std::vector<int64_t> receive_bytes,
+                             at::Tensor send) = 0;
 
   virtual uint32_t rank() const = 0;
   virtual uint32_t world_size() const = 0;
@@ -75,7 +77,8 @@ class CarrierLane final : public Lane {
 
   Pending all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes, at::Tensor send,
                      std::vector<int64_t> send_bytes) override;
-  Pending all_gather(at::Tensor receive, at::Tensor send) override;
+  Pending all_gather(at::Tensor receive, std::vector<int64_t> receive_bytes,
+                     at::Tensor send) override;
   uint32_t rank() const override { return rank_; }
   uint32_t world_size() const override { return world_size_; }
 

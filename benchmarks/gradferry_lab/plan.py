@@ -72,7 +72,9 @@ _EXCHANGES = {
     "inside. Every GPU sends its shard's part to those that hold it on other nodes.",
 }
 
-_Sent = tuple[str, str | None, int, int]  # hook, exchange, bytes: of a rank, of a card
+# Of a rank: bytes, and messages to other nodes: how many, bytes of the shortest; of a card: bytes.
+_OfRank = tuple[int, int | None, int | None]
+_Sent = tuple[str, str | None, _OfRank, int]  # hook, exchange
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -204,7 +206,7 @@ def _rows(
         sent = [(hook, None, *_of_sharded(cluster, hook, arguments.parallel)) for hook in hooks]
     (uncompressed,) = (card for hook, _, _, card in sent if hook == _FP32)
     compute_ms = arguments.compute_ms
-    for hook, exchange, of_rank, of_card in sent:
+    for hook, exchange, (of_rank, messages, shortest), of_card in sent:
         for link in arguments.link:
             transfer_ms = 8e3 * of_card / parse_rate("--link", link)
             yield {
@@ -212,6 +214,8 @@ def _rows(
                 "exchange": exchange,
                 "hook": hook,
                 "wire_bytes": of_rank,
+                "messages": messages,
+                "shortest_message": shortest,
                 "card_bytes": of_card,
                 "ratio_to_fp32": of_card / uncompressed,
                 "needs_momentum": _needs_momentum(hook),
@@ -238,7 +242,7 @@ def _of_ddp(cluster: _Cluster, hooks: Sequence[str]) -> Iterator[_Sent]:
                 yield hook, exchange_between(nodes), *_of_codec(cluster, hook, nodes)
 
 
-def _of_sharded(cluster: _Cluster, hook: str, parallel: str) -> tuple[int, int]:
+def _of_sharded(cluster: _Cluster, hook: str, parallel: str) -> tuple[_OfRank, int]:
     """Bytes of a rank and of a card, with equal modules that are all gathered twice, or kept."""
     nodes = cluster.nodes
     mesh = nodes.members if parallel == HSDP else [range(nodes.world_size)]
@@ -260,30 +264,36 @@ def _of_sharded(cluster: _Cluster, hook: str, parallel: str) -> tuple[int, int]:
             leaving = ring_exchange(max(sent), nodes.of_rank)
         of_card = [a + b for a, b in zip(of_card, leaving, strict=True)]
     scale = cluster.buckets / count
-    return round(of_rank * scale), round(busiest_host(nodes, of_card)[1] * scale)
+    return (round(of_rank * scale), None, None), round(busiest_host(nodes, of_card)[1] * scale)
 
 
-def _of_ring(cluster: _Cluster, hook: str) -> tuple[int, int]:
+def _of_ring(cluster: _Cluster, hook: str) -> tuple[_OfRank, int]:
     elements = cluster.buckets * cluster.bucket_elements
     world = cluster.nodes.world_size
     of_rank = all_reduce_bytes(elements, BACKEND_HOOKS[hook].itemsize, world)
     by_rank = ring_exchange(of_rank, cluster.nodes.of_rank)
-    return of_rank, busiest_host(cluster.nodes, by_rank)[1]
+    return (of_rank, None, None), busiest_host(cluster.nodes, by_rank)[1]
 
 
-def _of_codec(cluster: _Cluster, hook: str, nodes: Nodes) -> tuple[int, int]:
-    """nodes: of the exchange."""
+def _of_codec(cluster: _Cluster, hook: str, nodes: Nodes) -> tuple[_OfRank, int]:
+    """nodes: of the exchange. Owners of a few buckets differ by a tile; those of all hardly do."""
     config = on_streams(hook_config(hook))
     count = min(cluster.buckets, _MOST_PLANNED)
     matrix = torch.empty(1, cluster.bucket_elements)  # never touched, so that it takes no memory
     parameters = describe_parameters([("matrix", matrix)] * count, config, exchanges=True)
     buckets = [[number] for number in range(count)]
 
-    def planned(hosts: Nodes) -> list[int]:
-        sent = planned_bytes(config, parameters, nodes, buckets, hosts=hosts.of_rank)
-        return [elsewhere * cluster.buckets // count for elsewhere, _ in sent]
+    def planned(hosts: Nodes) -> list[tuple[int, int, int, int]]:
+        return planned_bytes(config, parameters, nodes, buckets, hosts=hosts.of_rank)
 
-    return max(planned(nodes)), busiest_host(cluster.nodes, planned(cluster.nodes))[1]
+    def of_all(numbers: Sequence[int]) -> int:
+        usual = max(numbers) if count == cluster.buckets else sum(numbers) / len(numbers)
+        return round(usual * cluster.buckets / count)
+
+    num_bytes, _, messages, shortest = zip(*planned(nodes), strict=True)
+    leaving = [n for n, *_ in planned(cluster.nodes)]
+    of_card = [sum(leaving[rank] for rank in members) for members in cluster.nodes.members]
+    return (of_all(num_bytes), of_all(messages), min(shortest)), of_all(of_card)
 
 
 def _needs_momentum(hook: str) -> bool:
@@ -333,6 +343,14 @@ def plan_table(rows: Sequence[Row]) -> Table:
         *([exchange] if first["parallel"] == DDP else []),
         Column("hook", lambda row: f"{row['hook']}{' *' * row['needs_momentum']}", is_number=False),
         Column("MB sent\nby a rank", lambda row: f"{1e-6 * row['wire_bytes']:,.1f}", detail=2),
+        *(
+            Column(title, lambda row, key=key: f"{row[key]:,}" if row[key] else "-", detail=2)
+            for title, key in (
+                ("messages\nof a rank", "messages"),
+                ("shortest,\nB", "shortest_message"),
+            )
+            if any(row[key] for row in rows)
+        ),
         Column("MB through\na card", lambda row: f"{1e-6 * row['card_bytes']:,.1f}", detail=1),
         Column("of\nfp32", lambda row: f"{row['ratio_to_fp32']:.3f}", detail=1),
         *map(milliseconds, links),
@@ -353,6 +371,11 @@ def plan_table(rows: Sequence[Row]) -> Table:
             f"{SMALL_PERCENT} % of all elements, which are not counted as such here."
         )
     notes += [f"{hook}: {loss}." for hook, loss in LOSSES.items() if hook in asked]
+    if any(row["messages"] for row in rows):
+        notes.append(
+            "messages: with tiles, to other nodes, in a step. Two levels and larger buckets "
+            "(--bucket-cap) make fewer and longer ones."
+        )
     least = min(rows, key=lambda row: row["card_bytes"])
     notes.append(
         "Use q4 unless you need fewer bytes."

@@ -87,8 +87,8 @@ void DeviceCommits::post(DeviceJob& job, uint64_t step) {
        .record = reinterpret_cast<CommitRecord*>(bytes(send_)),
        .nonfinite_tile = reinterpret_cast<uint64_t*>(bytes(receive_) + records),
        .stream = stream.native_handle()});
-  Transfer transfer =
-      context_.transport->all_gather(Among::kAll, receive_, send_, sizeof(CommitRecord), stream);
+  const std::vector<int64_t> sizes(options_.world_size, sizeof(CommitRecord));
+  Transfer transfer = context_.transport->all_gather(Among::kAll, receive_, sizes, send_, stream);
   context_.wait(job, transfer, Phase::kCommit, job.event.bucket, stream);
   const c10::StreamGuard guard(stream);
   result_.copy_(receive_.device, /*non_blocking=*/true);
@@ -136,8 +136,9 @@ void DeviceCommits::check_parameters(DeviceJob& job) {
   const at::Tensor message = at::zeros({size}, at::TensorOptions().dtype(at::kByte));
   write_hashes(agreement, job.step, next_chunk, hashes, bytes(message));
   hashes_send_.device.copy_(message);
-  Transfer transfer = context_.transport->all_gather(Among::kAll, hashes_receive_, hashes_send_,
-                                                     size, context_.finish_stream);
+  const std::vector<int64_t> sizes(options_.world_size, size);
+  Transfer transfer = context_.transport->all_gather(Among::kAll, hashes_receive_, sizes,
+                                                     hashes_send_, context_.finish_stream);
   context_.wait(job, transfer, Phase::kParameters, next_chunk, context_.finish_stream);
   const at::Tensor received = hashes_receive_.device.cpu();
   std::vector<std::vector<uint64_t>> by_rank;

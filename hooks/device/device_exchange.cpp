@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <utility>
 
 #include "protocol/messages.h"
@@ -233,11 +234,13 @@ void DeviceExchange::send(DeviceJob& job, DeviceChunkJob& chunk) {
                                      slot.scatter_send, scatter.send_bytes, context_.encode_stream);
 }
 
-// The messages of a chunk of which no tile is this rank's to encode are headers alone.
+// The messages of a chunk of which no tile is this rank's to encode are headers alone, if there are
+// any.
 void DeviceExchange::encode(const DeviceJob& job, const DeviceChunkJob& chunk, Phase phase,
                             const DeviceBuffer& out) const {
   const DeviceChunk& planned = *chunk.chunk;
   const Message* messages = job.plan->data(planned.scatter.sent);
+  if (planned.scatter.sent.size == 0) return;
   if (planned.encode.tiles.size == 0) {
     node_kernels().pack({.pieces = nullptr,
                          .num_pieces = 0,
@@ -274,22 +277,22 @@ void DeviceExchange::reduce(DeviceJob& job, DeviceChunkJob& chunk) {
                   context_.finish_stream);
   }
   const TimedRange timed("gradferry::reduce", job.event.reduce_ns);
-  const uint32_t forward_bytes = planned.plan->forward_bytes;
+  Forward forwarded;
+  if (!nodes_.is_flat()) forwarded = planned.plan->forward[local_index_];
   chunk_kernels().reduce(
       {.chunk = chunk_of(job, envelope(job, chunk, Phase::kScatter), planned.reduce,
                          finish_progress_, context_.finish_stream),
        .received = received_in(job, planned.scatter.received, slot.scatter_receive, verdicts_),
        .gain = nullptr,
        .residual = context_.residuals->owner(),
-       .payload_bytes = planned.gather_payload_bytes,
+       .payload_bytes = planned.own.payload_bytes,
+       // A message of a header alone, which is not sent, has its place here, too.
        .out = has_peers ? bytes(slot.gather_send) : nullptr,
        .findings = context_.findings_on_device(),
        .from_siblings =
            received_in(job, planned.siblings.from_others, slot.dense_receive, sibling_verdicts_),
-       .forward_payload_bytes = nodes_.is_flat() ? 0 : forward_bytes - kHeaderBytes,
-       .forward = nodes_.is_flat()
-                      ? nullptr
-                      : bytes(slot.gathered) + uint64_t{local_index_} * forward_bytes});
+       .forward_payload_bytes = nodes_.is_flat() ? 0 : forwarded.message_bytes - kHeaderBytes,
+       .forward = nodes_.is_flat() ? nullptr : bytes(slot.gathered) + forwarded.start});
   // From here on E may reuse its buffers of the slot, unless decode reads what was sent, or what is
   // received next lies where decode reads.
   if (!freed_by_decode(planned)) chunk.slot->free.record(context_.finish_stream);
@@ -316,14 +319,11 @@ void DeviceExchange::accumulate(DeviceJob& job, DeviceChunkJob& chunk) {
 
 // Into the message to siblings, behind its header, or to where decode reads at once.
 void DeviceExchange::post_gather(DeviceChunkJob& chunk, const c10::Stream& stream) {
-  const DeviceSlot& slot = *chunk.slot;
-  const uint64_t size = chunk.chunk->gather_message_bytes;
-  const uint64_t begin =
-      nodes_.is_flat() ? 0
-                       : uint64_t{local_index_} * chunk.chunk->plan->forward_bytes + kHeaderBytes;
+  const DeviceChunk& planned = *chunk.chunk;
+  const uint64_t begin = planned.plan->rails[local_index_].gathered.front().start;
   chunk.gather = context_.transport->all_gather(
-      Among::kPeers, chunk.gathered.part(begin, size * nodes_.num_nodes()), slot.gather_send,
-      static_cast<int64_t>(size), stream);
+      Among::kPeers, chunk.gathered.part(begin, gathered_bytes(planned)), planned.gather_bytes,
+      chunk.slot->gather_send, stream);
 }
 
 // On F, which has nothing to do here but to wait: the next chunk's all-to-all, for which it waits
@@ -334,10 +334,10 @@ void DeviceExchange::forward(DeviceJob& job, DeviceChunkJob& chunk) {
     context_.wait(job, chunk.gather, Phase::kGather, chunk.number, context_.finish_stream);
   }
   const DeviceSlot& slot = *chunk.slot;
-  const uint64_t size = chunk.chunk->plan->forward_bytes;
+  const Forward& own = chunk.chunk->plan->forward[local_index_];
   chunk.forward = context_.transport->all_gather(
-      Among::kSiblings, slot.gathered, slot.gathered.part(local_index_ * size, size),
-      static_cast<int64_t>(size), context_.finish_stream);
+      Among::kSiblings, slot.gathered, chunk.chunk->forward_bytes,
+      slot.gathered.part(own.start, own.message_bytes), context_.finish_stream);
 }
 
 // On F, last: the mean replaces the gradient in the bucket. Tiles of rejected messages become NaN,
@@ -388,9 +388,9 @@ void DeviceExchange::decode_kept(DeviceJob& job) {
   }
 }
 
-// The messages of all owners: an all-gather has one rank per node.
-uint64_t DeviceExchange::gathered_bytes(const DeviceChunk& planned) const {
-  return uint64_t{planned.gather_message_bytes} * nodes_.num_nodes();
+// The messages of all owners of this rank's rail.
+uint64_t DeviceExchange::gathered_bytes(const DeviceChunk& planned) {
+  return std::accumulate(planned.gather_bytes.begin(), planned.gather_bytes.end(), uint64_t{0});
 }
 
 DeviceExchange::KeptMessages& DeviceExchange::kept_for(const DevicePlan& plan) {

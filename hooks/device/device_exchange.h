@@ -81,7 +81,7 @@ class DeviceExchange {
   void forward(DeviceJob& job, DeviceChunkJob& chunk);
   void decode(DeviceJob& job, DeviceChunkJob& chunk);
   void decode_gathered(DeviceJob& job, const DeviceChunkJob& chunk, const DeviceSlot& slot) const;
-  uint64_t gathered_bytes(const DeviceChunk& planned) const;
+  static uint64_t gathered_bytes(const DeviceChunk& planned);
   KeptMessages& kept_for(const DevicePlan& plan);
   std::byte* sum_of(const DeviceSlot& slot) const;
   Envelope envelope(const DeviceJob& job, const DeviceChunkJob& chunk, Phase phase) const;

@@ -68,13 +68,15 @@ class ChunkTables {
   DeviceChunk add(const std::vector<ChunkCodec>& codecs) {
     if (!nodes_.is_flat()) add_siblings();
     if (averages_ && nodes_.is_leader(rank_)) add_peers();
-    const Shard& own = plan_.shards[node_];
-    if (!averages_) {
-      chunk_.scatter.sent = writer_.add<Message>({{0, own.owner_bytes, rank_, Phase::kGather, 0}});
+    if (gathers_ && nodes_.is_leader(rank_)) {
+      chunk_.own = plan_.rails[rail_].gathered[node_];
+      for (const Gathered& message : plan_.rails[rail_].gathered) {
+        chunk_.gather_bytes.push_back(message.message_bytes);
+      }
     }
-    if (nodes_.is_leader(rank_)) {
-      chunk_.gather_payload_bytes = own.owner_bytes;
-      chunk_.gather_message_bytes = plan_.rails[rail_].gather_message_bytes;
+    if (!averages_ && chunk_.own.message_bytes != 0) {
+      chunk_.scatter.sent =
+          writer_.add<Message>({{0, chunk_.own.payload_bytes, rank_, Phase::kGather, 0}});
     }
     if (gathers_) add_gathered();
     add_stages(codecs);
@@ -124,8 +126,13 @@ class ChunkTables {
     uint32_t offset = 0;
     for (uint32_t p = 0; p < peers.size(); ++p) {
       const Shard& shard = plan_.shards[p];
-      sent.push_back({offset, shard.worker_bytes, rank_, Phase::kScatter, 0});
-      received.push_back({p * own.scatter_bytes, own.worker_bytes, peers[p], Phase::kScatter, 0});
+      sent_as_.push_back(static_cast<uint32_t>(sent.size()));
+      if (shard.scatter_bytes != 0) {
+        sent.push_back({offset, shard.worker_bytes, rank_, Phase::kScatter, 0});
+      }
+      if (own.scatter_bytes != 0) {
+        received.push_back({p * own.scatter_bytes, own.worker_bytes, peers[p], Phase::kScatter, 0});
+      }
       chunk_.scatter.send_bytes.push_back(shard.scatter_bytes);
       chunk_.scatter.receive_bytes.push_back(own.scatter_bytes);
       offset += shard.scatter_bytes;
@@ -136,19 +143,21 @@ class ChunkTables {
 
   void add_gathered() {
     for (uint32_t c = 0; c < plan_.rails.size(); ++c) {
-      const Rail& rail = plan_.rails[c];
       const std::vector<uint32_t> peers = nodes_.peers(c);
-      const uint32_t begin = nodes_.is_flat() ? 0 : c * plan_.forward_bytes + kHeaderBytes;
       for (uint32_t p = 0; p < peers.size(); ++p) {
-        const uint32_t message = begin + p * rail.gather_message_bytes;
-        gathered_.push_back({message, rail.owner_bytes[p], peers[p], Phase::kGather, 0});
+        const Gathered& message = plan_.rails[c].gathered[p];
+        gathered_as_.push_back(static_cast<uint32_t>(gathered_.size()));
+        if (message.message_bytes == 0) continue;
+        gathered_.push_back({message.start, message.payload_bytes, peers[p], Phase::kGather, 0});
       }
     }
     std::vector<Message> all = gathered_;
     const std::vector<uint32_t>& siblings = nodes_.siblings(rank_);
     for (uint32_t i = 0; !nodes_.is_flat() && i < siblings.size(); ++i) {
-      all.push_back({i * plan_.forward_bytes, plan_.forward_bytes - kHeaderBytes, siblings[i],
-                     Phase::kForward, 0});
+      const Forward& forward = plan_.forward[i];
+      chunk_.forward_bytes.push_back(forward.message_bytes);
+      all.push_back(
+          {forward.start, forward.message_bytes - kHeaderBytes, siblings[i], Phase::kForward, 0});
     }
     chunk_.gathered = writer_.add(all);
   }
@@ -157,7 +166,7 @@ class ChunkTables {
     std::vector<Tile> own;  // in the send buffer
     chunk_.encode = add_stage(writer_, plan_.encode, codecs, &PlannedBatch::worker_residual,
                               [&](ChunkTile& tile, uint32_t node) {
-                                tile.message = node;
+                                tile.message = averages_ ? sent_as_[node] : 0;
                                 if (averages_) own.push_back(tile.tile);
                               });
     chunk_.reduce = add_stage(writer_, plan_.reduce, codecs, &PlannedBatch::owner_residual,
@@ -167,7 +176,8 @@ class ChunkTables {
     chunk_.decode = add_stage(
         writer_, plan_.decode, codecs, &PlannedBatch::worker_residual,
         [&](ChunkTile& tile, uint32_t owner) {
-          tile.message = nodes_.local_index(owner) * nodes_.num_nodes() + nodes_.node_of(owner);
+          tile.message =
+              gathered_as_[nodes_.local_index(owner) * nodes_.num_nodes() + nodes_.node_of(owner)];
           tile.tile.message_offset =
               tile.tile.payload_offset - gathered_[tile.message].offset - kHeaderBytes;
           if (next == own.size()) return;  // of other rails
@@ -183,9 +193,11 @@ class ChunkTables {
   const ChunkPlan& plan_;
   const Nodes& nodes_;
   const uint32_t rank_, node_, rail_, sum_begin_;
-  const bool averages_;            // not an all-gather
-  const bool gathers_;             // not a reduce-scatter
-  std::vector<Message> gathered_;  // of owners
+  const bool averages_;                // not an all-gather
+  const bool gathers_;                 // not a reduce-scatter
+  std::vector<Message> gathered_;      // of owners
+  std::vector<uint32_t> gathered_as_;  // which of these is an owner's, by rail and node
+  std::vector<uint32_t> sent_as_;      // which in scatter.sent is for a peer, by node
   DeviceChunk chunk_{};
 };
 

@@ -25,8 +25,8 @@ struct DeviceStage {
   uint32_t rows = 0;
 };
 
-// An all-to-all: bytes sent to, and received from, each rank. In an all-gather `sent` has the one
-// message to all.
+// An all-to-all: bytes sent to, and received from, each rank; without messages of no bytes, of
+// which the tables have none. In an all-gather `sent` has the one message to all.
 struct DeviceScatter {
   Table<Message> sent, received;
   std::vector<int64_t> send_bytes, receive_bytes;
@@ -43,10 +43,11 @@ struct DeviceChunk {
   const ChunkPlan* plan;
   DeviceSiblings siblings;
   DeviceStage encode, reduce, decode;
-  bool worker_residual = false;       // some tiles have one, so that decode reads what was sent
-  DeviceScatter scatter;              // between peers, as what follows
-  uint32_t gather_payload_bytes = 0;  // of the message that this rank sends
-  uint32_t gather_message_bytes = 0;  // with its header and padding
+  bool worker_residual = false;        // some tiles have one, so that decode reads what was sent
+  DeviceScatter scatter;               // between peers, as what follows
+  Gathered own;                        // the message that this rank sends in the gather
+  std::vector<int64_t> gather_bytes;   // received from each peer
+  std::vector<int64_t> forward_bytes;  // and from each sibling
   // What decode checks: the messages of all owners and, behind them, those that siblings forward.
   // Empty in a reduce-scatter, as `decode` is.
   Table<Message> gathered;

@@ -63,14 +63,16 @@ Pending DeviceTransport::post_all_to_all(Among among, const at::Tensor& receive,
 }
 
 Pending DeviceTransport::post_all_gather(Among among, const at::Tensor& receive,
-                                         const at::Tensor& send, int64_t num_bytes) {
+                                         const std::vector<int64_t>& receive_bytes,
+                                         const at::Tensor& send) {
   Lane& used = lane(among);
-  const int64_t ranks = used.world_size();
+  const int64_t ranks = used.world_size(), num_bytes = receive_bytes[used.rank()];
   // How many of these ranks are on this rank's node, this one included.
   const int64_t on_node =
       among == Among::kPeers || !nodes_.siblings ? 1 : nodes_.siblings->world_size();
   count(num_bytes * (ranks - on_node), num_bytes * (on_node - 1));
-  return used.all_gather(first_bytes(receive, num_bytes * ranks), first_bytes(send, num_bytes));
+  return used.all_gather(first_bytes(receive, sum(receive_bytes)), receive_bytes,
+                         first_bytes(send, num_bytes));
 }
 
 // --- StreamTransport ---
@@ -115,10 +117,10 @@ Transfer StreamTransport::all_to_all(Among among, const DeviceBuffer& receive,
 }
 
 Transfer StreamTransport::all_gather(Among among, const DeviceBuffer& receive,
-                                     const DeviceBuffer& send, int64_t num_bytes,
-                                     const c10::Stream& stream) {
+                                     const std::vector<int64_t>& receive_bytes,
+                                     const DeviceBuffer& send, const c10::Stream& stream) {
   return post_behind(
-      stream, [&] { return post_all_gather(among, receive.device, send.device, num_bytes); });
+      stream, [&] { return post_all_gather(among, receive.device, receive_bytes, send.device); });
 }
 
 void StreamTransport::wait(Transfer& transfer, const c10::Stream& stream) {
@@ -145,13 +147,13 @@ Transfer StagedTransport::all_to_all(Among among, const DeviceBuffer& receive,
 }
 
 Transfer StagedTransport::all_gather(Among among, const DeviceBuffer& receive,
-                                     const DeviceBuffer& send, int64_t num_bytes,
-                                     const c10::Stream& stream) {
-  to_host(send, num_bytes, stream);
+                                     const std::vector<int64_t>& receive_bytes,
+                                     const DeviceBuffer& send, const c10::Stream& stream) {
+  to_host(send, receive_bytes[lane(among).rank()], stream);
   Transfer transfer;
-  transfer.work = post_all_gather(among, receive.host, send.host, num_bytes);
+  transfer.work = post_all_gather(among, receive.host, receive_bytes, send.host);
   transfer.received = receive;
-  transfer.num_bytes = num_bytes * lane(among).world_size();
+  transfer.num_bytes = sum(receive_bytes);
   return transfer;
 }
 

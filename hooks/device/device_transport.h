@@ -69,10 +69,11 @@ class DeviceTransport {
                               const std::vector<int64_t>& receive_bytes, const DeviceBuffer& send,
                               const std::vector<int64_t>& send_bytes,
                               const c10::Stream& stream) = 0;
-  // Every rank sends the first `num_bytes` of `send`, which may lie in its place of `receive`; that
-  // gets as many of each.
-  virtual Transfer all_gather(Among among, const DeviceBuffer& receive, const DeviceBuffer& send,
-                              int64_t num_bytes, const c10::Stream& stream) = 0;
+  // Every rank sends the first bytes of `send`, which may lie in its place of `receive`; that gets
+  // receive_bytes[p] of rank p.
+  virtual Transfer all_gather(Among among, const DeviceBuffer& receive,
+                              const std::vector<int64_t>& receive_bytes, const DeviceBuffer& send,
+                              const c10::Stream& stream) = 0;
   // Work enqueued on `stream` from now on runs after the collective.
   virtual void wait(Transfer& transfer, const c10::Stream& stream) = 0;
 
@@ -93,8 +94,8 @@ class DeviceTransport {
   Pending post_all_to_all(Among among, const at::Tensor& receive,
                           const std::vector<int64_t>& receive_bytes, const at::Tensor& send,
                           const std::vector<int64_t>& send_bytes);
-  Pending post_all_gather(Among among, const at::Tensor& receive, const at::Tensor& send,
-                          int64_t num_bytes);
+  Pending post_all_gather(Among among, const at::Tensor& receive,
+                          const std::vector<int64_t>& receive_bytes, const at::Tensor& send);
 
  private:
   virtual Lane& lane_of_all() = 0;
@@ -120,8 +121,9 @@ class StreamTransport final : public DeviceTransport {
   Transfer all_to_all(Among among, const DeviceBuffer& receive,
                       const std::vector<int64_t>& receive_bytes, const DeviceBuffer& send,
                       const std::vector<int64_t>& send_bytes, const c10::Stream& stream) override;
-  Transfer all_gather(Among among, const DeviceBuffer& receive, const DeviceBuffer& send,
-                      int64_t num_bytes, const c10::Stream& stream) override;
+  Transfer all_gather(Among among, const DeviceBuffer& receive,
+                      const std::vector<int64_t>& receive_bytes, const DeviceBuffer& send,
+                      const c10::Stream& stream) override;
   void wait(Transfer& transfer, const c10::Stream& stream) override;
 
  private:
@@ -151,8 +153,9 @@ class StagedTransport final : public DeviceTransport {
   Transfer all_to_all(Among among, const DeviceBuffer& receive,
                       const std::vector<int64_t>& receive_bytes, const DeviceBuffer& send,
                       const std::vector<int64_t>& send_bytes, const c10::Stream& stream) override;
-  Transfer all_gather(Among among, const DeviceBuffer& receive, const DeviceBuffer& send,
-                      int64_t num_bytes, const c10::Stream& stream) override;
+  Transfer all_gather(Among among, const DeviceBuffer& receive,
+                      const std::vector<int64_t>& receive_bytes, const DeviceBuffer& send,
+                      const c10::Stream& stream) override;
   void wait(Transfer& transfer, const c10::Stream& stream) override;
 
  private:

@@ -166,7 +166,7 @@ Fault Exchange::wait_local_scatter(Chunk& chunk) {
 
 // --- peers: payloads
 
-// One message to every owner. All-to-all allows messages of different sizes, without gaps.
+// One message to every owner.
 void Exchange::post_scatter(Chunk& chunk, WireStatus status,
                             const std::vector<uint64_t>& checksums) {
   const auto& shards = chunk.plan->shards;
@@ -175,9 +175,10 @@ void Exchange::post_scatter(Chunk& chunk, WireStatus status,
   const std::vector<int64_t> receive_bytes(shards.size(), mine);
   int64_t offset = 0;
   for (uint32_t node = 0; node < shards.size(); ++node) {
+    send_bytes[node] = shards[node].scatter_bytes;
+    if (send_bytes[node] == 0) continue;
     write_header(bytes(chunk.slot->scatter_send) + offset, envelope(chunk, Phase::kScatter), status,
                  shards[node].worker_bytes, checksums[node]);
-    send_bytes[node] = shards[node].scatter_bytes;
     offset += send_bytes[node];
   }
   count(static_cast<uint64_t>(offset - mine), 0);
@@ -189,12 +190,12 @@ void Exchange::post_scatter(Chunk& chunk, WireStatus status,
 Fault Exchange::wait_scatter(Chunk& chunk) {
   wait(chunk.scatter, Phase::kScatter, chunk.step, chunk.number);
   chunk.scatter.reset();
-  const uint32_t payload_bytes = chunk.plan->shards[node_].worker_bytes;
+  const Shard& own = chunk.plan->shards[node_];
   for (uint32_t node = 0; node < nodes_.num_nodes(); ++node) {
-    if (node == node_) continue;
-    const Fault fault =
-        check_message(scattered_payload(chunk, node) - kHeaderBytes,
-                      envelope(chunk, Phase::kScatter), rails_[local_index_][node], payload_bytes);
+    if (node == node_ || own.scatter_bytes == 0) continue;
+    const Fault fault = check_message(scattered_payload(chunk, node) - kHeaderBytes,
+                                      envelope(chunk, Phase::kScatter), rails_[local_index_][node],
+                                      own.worker_bytes);
     if (fault) return fault;
   }
   return {};
@@ -217,47 +218,36 @@ std::byte* Exchange::gather_message(const Chunk& chunk) const {
   return slot.own_message.defined() ? bytes(slot.own_message) : own_place(chunk);
 }
 
-std::byte* Exchange::gathered_rail(const Chunk& chunk, uint32_t rail) const {
-  const uint64_t begin = chunk.plan->forward_bytes == 0
-                             ? 0
-                             : uint64_t{rail} * chunk.plan->forward_bytes + kHeaderBytes;
-  return bytes(chunk.gathered) + begin;
-}
-
-std::byte* Exchange::own_place(const Chunk& chunk) const {
-  return gathered_rail(chunk, local_index_) +
-         uint64_t{node_} * chunk.plan->rails[local_index_].gather_message_bytes;
-}
-
 void Exchange::count(uint64_t to_peers, uint64_t to_siblings) {
   sent_bytes_.fetch_add(to_peers, std::memory_order_relaxed);
   local_bytes_.fetch_add(to_siblings, std::memory_order_relaxed);
 }
 
-Pending Exchange::post_all_gather(Lane& lane, const at::Tensor& messages) {
-  const int64_t size = messages.numel() / lane.world_size();
-  return lane.all_gather(messages, messages.narrow(0, size * lane.rank(), size));
-}
-
 Pending Exchange::post_to_all(Lane& lane, const at::Tensor& messages) {
-  const uint64_t size = static_cast<uint64_t>(messages.numel()) / lane.world_size();
+  const int64_t size = messages.numel() / lane.world_size();
   count(size * (nodes_.world_size() - siblings_.size()), size * (siblings_.size() - 1));
-  return post_all_gather(lane, messages);
+  return lane.all_gather(messages, std::vector<int64_t>(lane.world_size(), size),
+                         messages.narrow(0, size * lane.rank(), size));
 }
 
-// All-gather needs messages of one size, so all are padded to the longest; the header of each holds
-// its payload size.
 void Exchange::post_gather(Chunk& chunk, WireStatus status, uint64_t checksum) {
-  const int64_t size = chunk.plan->rails[local_index_].gather_message_bytes;
-  write_header(gather_message(chunk), envelope(chunk, Phase::kGather), status,
-               chunk.plan->shards[node_].owner_bytes, checksum);
+  const Gathered& own = own_gathered(chunk);
+  std::vector<int64_t> sizes;
+  int64_t total = 0;
+  for (const Gathered& message : chunk.plan->rails[local_index_].gathered) {
+    total += sizes.emplace_back(message.message_bytes);
+  }
+  if (own.message_bytes != 0) {
+    write_header(gather_message(chunk), envelope(chunk, Phase::kGather), status, own.payload_bytes,
+                 checksum);
+  }
   const Slot& slot = *chunk.slot;
-  const int64_t begin = gathered_rail(chunk, local_index_) - bytes(chunk.gathered);
-  const at::Tensor messages = chunk.gathered.narrow(0, begin, size * nodes_.num_nodes());
-  count(static_cast<uint64_t>(size) * (nodes_.num_nodes() - 1), 0);
-  chunk.gather = slot.own_message.defined()
-                     ? lanes_.gather->all_gather(messages, slot.own_message.narrow(0, 0, size))
-                     : post_all_gather(*lanes_.gather, messages);
+  const int64_t begin = chunk.plan->rails[local_index_].gathered.front().start;
+  count(uint64_t{own.message_bytes} * (nodes_.num_nodes() - 1), 0);
+  chunk.gather = lanes_.gather->all_gather(
+      chunk.gathered.narrow(0, begin, total), sizes,
+      slot.own_message.defined() ? slot.own_message.narrow(0, 0, own.message_bytes)
+                                 : chunk.gathered.narrow(0, own.start, own.message_bytes));
 }
 
 Fault Exchange::wait_gather(Chunk& chunk) {
@@ -265,21 +255,20 @@ Fault Exchange::wait_gather(Chunk& chunk) {
   chunk.gather.reset();
   // Lanes need not put it there.
   if (chunk.slot->own_message.defined()) {
-    std::memcpy(own_place(chunk), gather_message(chunk),
-                chunk.plan->rails[local_index_].gather_message_bytes);
+    std::memcpy(own_place(chunk), gather_message(chunk), own_gathered(chunk).message_bytes);
   }
   return check_gathered(chunk, local_index_);
 }
 
 // This rank's own message needs no check.
 Fault Exchange::check_gathered(const Chunk& chunk, uint32_t rail) const {
-  const uint32_t size = chunk.plan->rails[rail].gather_message_bytes;
   for (uint32_t node = 0; node < nodes_.num_nodes(); ++node) {
     const uint32_t source = rails_[rail][node];
-    if (source == agreement_.rank) continue;
-    const Fault fault = check_message(gathered_rail(chunk, rail) + uint64_t{node} * size,
-                                      envelope(chunk, Phase::kGather), source,
-                                      chunk.plan->rails[rail].owner_bytes[node]);
+    const Gathered& message = chunk.plan->rails[rail].gathered[node];
+    if (source == agreement_.rank || message.message_bytes == 0) continue;
+    const Fault fault =
+        check_message(bytes(chunk.gathered) + message.start, envelope(chunk, Phase::kGather),
+                      source, message.payload_bytes);
     if (fault) return fault;
   }
   return {};
@@ -289,36 +278,40 @@ Fault Exchange::check_gathered(const Chunk& chunk, uint32_t rail) const {
 
 // Shared memory has what was gathered where decode reads it. The headers then travel where those of
 // the local scatter came, which were checked.
-at::Tensor Exchange::forwarded(const Chunk& chunk) const {
+Exchange::Forwarded Exchange::forwarded(const Chunk& chunk) const {
   const Slot& slot = *chunk.slot;
-  const int64_t size = siblings_share(slot) ? kHeaderBytes : chunk.plan->forward_bytes;
-  return (siblings_share(slot) ? slot.dense_receive : chunk.gathered)
-      .narrow(0, 0, size * static_cast<int64_t>(siblings_.size()));
+  const bool share = siblings_share(slot);
+  Forwarded forwarded;
+  int64_t total = 0;
+  for (uint32_t i = 0; i < siblings_.size(); ++i) {
+    if (i == local_index_) forwarded.own_start = total;
+    total += forwarded.sizes.emplace_back(share ? int64_t{kHeaderBytes}
+                                                : int64_t{chunk.plan->forward[i].message_bytes});
+  }
+  forwarded.messages = (share ? slot.dense_receive : chunk.gathered).narrow(0, 0, total);
+  return forwarded;
 }
 
 void Exchange::post_forward(Chunk& chunk, WireStatus status) {
-  const uint32_t forward_bytes = chunk.plan->forward_bytes;
-  const at::Tensor messages = forwarded(chunk);
-  const auto number = static_cast<int64_t>(siblings_.size());
-  const int64_t size = messages.numel() / number;
-  const at::Tensor own = messages.narrow(0, size * local_index_, size);
+  const uint32_t forward_bytes = chunk.plan->forward[local_index_].message_bytes;
+  const auto [messages, sizes, own_start] = forwarded(chunk);
+  const at::Tensor own = messages.narrow(0, own_start, sizes[local_index_]);
   write_header(bytes(own), envelope(chunk, Phase::kForward), status, forward_bytes - kHeaderBytes,
                0);
   count(0, uint64_t{forward_bytes} * (siblings_.size() - 1));
-  chunk.forward = lanes_.forward->all_gather(messages, own);
+  chunk.forward = lanes_.forward->all_gather(messages, sizes, own);
 }
 
 // Headers and checksums of other rails' messages are those of their owners.
 Fault Exchange::wait_forward(Chunk& chunk) {
   wait(chunk.forward, Phase::kForward, chunk.step, chunk.number);
   chunk.forward.reset();
-  const at::Tensor messages = forwarded(chunk);
-  const uint64_t size = messages.numel() / siblings_.size();
-  for (uint32_t i = 0; i < siblings_.size(); ++i) {
+  const auto [messages, sizes, own_start] = forwarded(chunk);
+  const std::byte* message = bytes(messages);
+  for (uint32_t i = 0; i < siblings_.size(); message += sizes[i++]) {
     if (i == local_index_) continue;
-    Fault fault =
-        check_unsummed_message(bytes(messages) + size * i, envelope(chunk, Phase::kForward),
-                               siblings_[i], chunk.plan->forward_bytes - kHeaderBytes);
+    Fault fault = check_unsummed_message(message, envelope(chunk, Phase::kForward), siblings_[i],
+                                         chunk.plan->forward[i].message_bytes - kHeaderBytes);
     if (!fault && i < nodes_.num_rails()) fault = check_gathered(chunk, i);
     if (fault) return fault;
   }

@@ -138,18 +138,25 @@ class Exchange {
   uint64_t dense_message_bytes(const Chunk& chunk, uint32_t local_index) const;
   // Where a sibling's gradients for a rail that is not its own begin.
   std::byte* dense_place(const Slot& slot, uint32_t sibling, uint32_t rail) const;
-  // What peers gathered of a rail.
-  std::byte* gathered_rail(const Chunk& chunk, uint32_t rail) const;
+  // This rank's message in a gather.
+  const Gathered& own_gathered(const Chunk& chunk) const {
+    return chunk.plan->rails[local_index_].gathered[node_];
+  }
   Fault check_gathered(const Chunk& chunk, uint32_t rail) const;
   // Where all-gathered messages have this rank's.
-  std::byte* own_place(const Chunk& chunk) const;
+  std::byte* own_place(const Chunk& chunk) const {
+    return bytes(chunk.gathered) + own_gathered(chunk).start;
+  }
   void count(uint64_t to_peers, uint64_t to_siblings);
-  // `messages`: a place for every rank of the lane, of which this one's is written.
-  static Pending post_all_gather(Lane& lane, const at::Tensor& messages);
   // Sends to all ranks.
   Pending post_to_all(Lane& lane, const at::Tensor& messages);
-  // The messages of all siblings, as the lane has them.
-  at::Tensor forwarded(const Chunk& chunk) const;
+  // The messages of all siblings, as the lane has them; their sizes, and where this rank's begins.
+  struct Forwarded {
+    at::Tensor messages;
+    std::vector<int64_t> sizes;
+    int64_t own_start = 0;
+  };
+  Forwarded forwarded(const Chunk& chunk) const;
 
   Agreement agreement_;
   const Nodes& nodes_;

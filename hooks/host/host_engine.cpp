@@ -45,8 +45,9 @@ Workspace plan_host_workspace(const EngineOptions& options, const Layout& layout
 
 // The size of all owners' messages, with one rank per node.
 int64_t gathered_bytes(const ChunkPlan& chunk) {
-  const Rail& rail = chunk.rails.front();
-  return static_cast<int64_t>(rail.gather_message_bytes * rail.owner_bytes.size());
+  int64_t sum = 0;
+  for (const Gathered& message : chunk.rails.front().gathered) sum += message.message_bytes;
+  return sum;
 }
 
 }  // namespace

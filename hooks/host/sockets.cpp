@@ -112,7 +112,7 @@ Pending Sockets::post(size_t lane, at::Tensor receive, at::Tensor send,
       c10::make_intrusive<SocketTransfer>(weak_from_this(), std::move(receive), std::move(send));
   auto& [connections, transfers] = lanes_[lane];
   for (uint32_t from = 0; from < world_size(); ++from) {
-    if (!connections[from].exists()) continue;
+    if (!connections[from].exists() || messages[from].from_bytes == 0) continue;
     transfer->parts.emplace_back(from, messages[from].from, messages[from].from_bytes);
   }
   const std::lock_guard lock(mutex_);
@@ -121,8 +121,8 @@ Pending Sockets::post(size_t lane, at::Tensor receive, at::Tensor send,
   for (uint32_t i = 1; i < world_size(); ++i) {
     const uint32_t to = (rank_ + i) % world_size();
     Connection& connection = connections[to];
-    if (!connection.exists()) continue;
     const uint64_t size = messages[to].to_bytes;
+    if (!connection.exists() || size == 0) continue;
     connection.unsent.push_back({size, sizeof(size), messages[to].to, size, transfer});
     ++transfer->num_unsent;
     if (connection.unsent.size() == 1 || !connection.broken.empty()) send_unsent(connection);
@@ -340,11 +340,14 @@ Pending SocketLane::all_to_all(at::Tensor receive, std::vector<int64_t> receive_
   return sockets_->post(index_, std::move(receive), std::move(send), messages);
 }
 
-Pending SocketLane::all_gather(at::Tensor receive, at::Tensor send) {
+Pending SocketLane::all_gather(at::Tensor receive, std::vector<int64_t> receive_bytes,
+                               at::Tensor send) {
   const auto size = static_cast<size_t>(send.numel());
   std::vector<Sockets::Messages> messages(sockets_->world_size());
+  std::byte* from = bytes(receive);
   for (uint32_t p = 0; p < world_size(); ++p) {
-    messages[ranks_[p]] = {bytes(send), size, bytes(receive) + p * size, size};
+    messages[ranks_[p]] = {bytes(send), size, from, static_cast<size_t>(receive_bytes[p])};
+    from += receive_bytes[p];
   }
   return sockets_->post(index_, std::move(receive), std::move(send), messages);
 }

@@ -62,8 +62,8 @@ class Sockets : public std::enable_shared_from_this<Sockets> {
   Sockets(const Sockets&) = delete;
   Sockets& operator=(const Sockets&) = delete;
 
-  // `messages`: by rank, in the memory of `receive` and `send`; this rank's own, and those of ranks
-  // that the lane leaves out, are not moved.
+  // `messages`: by rank, in the memory of `receive` and `send`; this rank's own, those of ranks that
+  // the lane leaves out, and those of no bytes are not moved.
   Pending post(size_t lane, at::Tensor receive, at::Tensor send,
                const std::vector<Messages>& messages);
 
@@ -150,7 +150,8 @@ class SocketLane final : public Lane {
   // in memory, not even this rank's own part. Any thread may wait, for any collective.
   Pending all_to_all(at::Tensor receive, std::vector<int64_t> receive_bytes, at::Tensor send,
                      std::vector<int64_t> send_bytes) override;
-  Pending all_gather(at::Tensor receive, at::Tensor send) override;
+  Pending all_gather(at::Tensor receive, std::vector<int64_t> receive_bytes,
+                     at::Tensor send) override;
   uint32_t rank() const override { return rank_; }
   uint32_t world_size() const override { return static_cast<uint32_t>(ranks_.size()); }
   // The descriptors of the connections, by rank; -1: there is none. They stay the lane's.

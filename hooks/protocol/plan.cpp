@@ -81,22 +81,27 @@ PlannedBatch& batch_for(std::vector<PlannedBatch>& batches, const BucketTile& ti
   return batches.emplace_back(PlannedBatch{codec, worker, owner, {}, {}});
 }
 
-// Sets the sizes of scatter messages. Backends have their own all-to-all for messages of one size;
-// any others they send one by one. A little padding is worth that; but not in a chunk whose only
-// tile is longer than chunk_bytes: buffers have room for one such message.
-void size_scatter_messages(std::vector<Shard>& shards, const PlanOptions& options) {
-  uint64_t sum = 0, longest = 0;
-  for (Shard& shard : shards) {
-    shard.scatter_bytes = kHeaderBytes + shard.worker_bytes;
-    sum += shard.scatter_bytes;
-    longest = std::max<uint64_t>(longest, shard.scatter_bytes);
+// The sizes of messages with these payloads, which a chunk has in one stage. `equal`: of one size
+// if that costs little: backends have their own collectives for those, and send any others one by
+// one. A message without tiles is a header, which tells ranks that do different things; where such
+// headers cost more than a little, there is no message.
+std::vector<uint32_t> message_sizes(const std::vector<uint32_t>& payloads, bool equal) {
+  uint64_t sum = 0, longest = 0, empty = 0;
+  for (const uint32_t payload : payloads) {
+    sum += payload == 0 ? 0 : kHeaderBytes + uint64_t{payload};
+    longest = std::max<uint64_t>(longest, kHeaderBytes + uint64_t{payload});
+    empty += payload == 0 ? 1 : 0;
   }
-  const uint64_t padding = shards.size() * longest - sum;
-  if (!options.equal_scatter || longest > kHeaderBytes + options.chunk_bytes ||
-      padding * kScatterPaddingPart > sum) {
-    return;
+  const bool sends_empty = empty <= kPaddingPart && empty * kHeaderBytes * kPaddingPart <= sum;
+  if (sends_empty) sum += empty * kHeaderBytes;
+  std::vector<uint32_t> sizes;
+  for (const uint32_t payload : payloads) {
+    sizes.push_back(payload == 0 && !sends_empty ? 0 : kHeaderBytes + payload);
   }
-  for (Shard& shard : shards) shard.scatter_bytes = static_cast<uint32_t>(longest);
+  if (equal && (sizes.size() * longest - sum) * kPaddingPart <= sum) {
+    std::ranges::fill(sizes, static_cast<uint32_t>(longest));
+  }
+  return sizes;
 }
 
 // FNV-1a of 64 bits, over whole tile numbers instead of bytes.
@@ -105,6 +110,58 @@ uint64_t hash_of(std::span<const BucketTile> tiles) {
   for (const BucketTile& tile : tiles) hash = (hash ^ tile.id) * 0x100000001b3;
   return hash;
 }
+
+// How large a chunk is so far.
+class ChunkSizes {
+ public:
+  ChunkSizes(const Layout& layout, const PlanOptions& options)
+      : nodes_(layout.nodes()),
+        options_(options),
+        owners_(nodes_.world_size()),
+        rails_(nodes_.num_rails()) {}
+
+  // False if the tile belongs to the next chunk. Any chunk takes its first tile, and of every owner
+  // the first.
+  bool add(const BucketTile& tile) {
+    Sizes& owner = owners_[tile.owner];
+    Sizes& rail = rails_[nodes_.local_index(tile.owner)];
+    const uint64_t header = owner.is_empty ? kHeaderBytes : 0;
+    const uint64_t dense = uint64_t{piece_elements(tile)} * item_bytes(tile.parameter->dtype);
+    const bool exceeds = owner.worker + tile.worker_bytes > options_.chunk_bytes ||
+                         owner.owner + tile.owner_bytes > options_.chunk_bytes;
+    const bool is_full = rail.worker + header + tile.worker_bytes > options_.rail_bytes ||
+                         rail.owner + header + tile.owner_bytes > options_.rail_bytes ||
+                         (!nodes_.is_flat() && rail.dense + dense > options_.dense_bytes);
+    if ((exceeds && !owner.is_empty) || (is_full && !is_empty_)) return false;
+    for (Sizes* sizes : {&owner, &rail}) {
+      sizes->worker += header + tile.worker_bytes;
+      sizes->owner += header + tile.owner_bytes;
+      sizes->dense += dense;
+      sizes->is_empty = false;
+    }
+    owner.worker -= header;
+    owner.owner -= header;
+    is_empty_ = false;
+    return true;
+  }
+
+  void clear() {
+    std::ranges::fill(owners_, Sizes{});
+    std::ranges::fill(rails_, Sizes{});
+    is_empty_ = true;
+  }
+
+ private:
+  // Bytes: payloads of an owner, messages of a rail; and gradients.
+  struct Sizes {
+    uint64_t worker = 0, owner = 0, dense = 0;
+    bool is_empty = true;
+  };
+  const Nodes& nodes_;
+  const PlanOptions& options_;
+  std::vector<Sizes> owners_, rails_;
+  bool is_empty_ = true;
+};
 
 // Where the tiles of a chunk lie in its messages.
 class ChunkPlanner {
@@ -143,26 +200,58 @@ class ChunkPlanner {
       shard.worker_bytes += tile.worker_bytes;
       shard.owner_bytes += tile.owner_bytes;
     }
-    if (scatters(options_.collective)) size_scatter_messages(chunk_.shards, options_);
+    if (scatters(options_.collective)) size_scatter_messages();
     if (gathers(options_.collective)) size_gather_messages(owner_bytes);
+  }
+
+  void size_scatter_messages() {
+    std::vector<uint32_t> payloads;
+    for (const Shard& shard : chunk_.shards) payloads.push_back(shard.worker_bytes);
+    const std::vector<uint32_t> sizes = message_sizes(payloads, options_.equal_scatter);
     uint32_t start = 0;
-    for (const Shard& shard : chunk_.shards) {
-      message_start_.push_back(start);
-      start += shard.scatter_bytes;
+    for (size_t node = 0; node < sizes.size(); ++node) {
+      chunk_.shards[node].scatter_bytes = sizes[node];
+      message_start_.push_back(std::exchange(start, start + sizes[node]));
     }
   }
 
   void size_gather_messages(const std::vector<uint32_t>& owner_bytes) {
-    uint32_t longest = 0;
     for (uint32_t rail = 0; rail < nodes_.num_rails(); ++rail) {
-      Rail& planned = chunk_.rails[rail];
-      for (const uint32_t peer : nodes_.peers(rail)) {
-        planned.owner_bytes.push_back(owner_bytes[peer]);
+      std::vector<uint32_t> payloads;
+      for (const uint32_t peer : nodes_.peers(rail)) payloads.push_back(owner_bytes[peer]);
+      const std::vector<uint32_t> sizes = message_sizes(payloads, /*equal=*/true);
+      for (size_t node = 0; node < sizes.size(); ++node) {
+        chunk_.rails[rail].gathered.push_back({payloads[node], sizes[node], 0});
       }
-      planned.gather_message_bytes = kHeaderBytes + std::ranges::max(planned.owner_bytes);
-      longest = std::max(longest, planned.gather_message_bytes);
     }
-    chunk_.forward_bytes = nodes_.is_flat() ? 0 : kHeaderBytes + nodes_.num_nodes() * longest;
+    if (!nodes_.is_flat()) size_forwarded_messages();
+    for (uint32_t rail = 0; rail < nodes_.num_rails(); ++rail) {
+      uint32_t start = nodes_.is_flat() ? 0 : chunk_.forward[rail].start + kHeaderBytes;
+      for (Gathered& message : chunk_.rails[rail].gathered) {
+        message.start = std::exchange(start, start + message.message_bytes);
+      }
+    }
+  }
+
+  // As if every node had as many ranks as the largest. A rank without a rail has gathered nothing.
+  void size_forwarded_messages() {
+    std::vector<uint32_t> payloads(nodes_.most_siblings(), 0);
+    for (uint32_t rail = 0; rail < nodes_.num_rails(); ++rail) {
+      for (const Gathered& message : chunk_.rails[rail].gathered) {
+        payloads[rail] += message.message_bytes;
+      }
+    }
+    uint64_t sum = 0, longest = 0;
+    for (const uint32_t payload : payloads) {
+      sum += kHeaderBytes + uint64_t{payload};
+      longest = std::max<uint64_t>(longest, kHeaderBytes + uint64_t{payload});
+    }
+    const bool equal = (payloads.size() * longest - sum) * kPaddingPart <= sum;
+    uint32_t start = 0;
+    for (const uint32_t payload : payloads) {
+      const uint32_t size = equal ? static_cast<uint32_t>(longest) : kHeaderBytes + payload;
+      chunk_.forward.push_back({std::exchange(start, start + size), size});
+    }
   }
 
   void place(const BucketTile& tile) {
@@ -178,9 +267,8 @@ class ChunkPlanner {
         std::exchange(in_worker_[tile.owner], in_worker_[tile.owner] + tile.worker_bytes);
     const uint32_t in_owner =
         std::exchange(in_owner_[tile.owner], in_owner_[tile.owner] + tile.owner_bytes);
-    const uint32_t forwarded = nodes_.is_flat() ? 0 : index * chunk_.forward_bytes + kHeaderBytes;
     const uint32_t arrives_at =
-        forwarded + node * rail.gather_message_bytes + kHeaderBytes + in_owner;
+        gathers(options_.collective) ? rail.gathered[node].start + kHeaderBytes + in_owner : 0;
     const auto add = [&](std::vector<PlannedBatch>& batches, uint32_t rank, const Tile& placed) {
       PlannedBatch& batch = batch_for(batches, tile, options_);
       batch.tiles.push_back(placed);
@@ -230,29 +318,16 @@ BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& paramete
     plan.dtype = layout.parameters()[index].dtype;
   }
   const std::vector<BucketTile> tiles = tiles_of(layout, plan, options);
-  std::vector<uint32_t> worker_bytes(layout.world_size(), 0);
-  std::vector<uint32_t> owner_bytes(layout.world_size(), 0);
-  std::vector<uint64_t> dense_bytes(layout.nodes().num_rails(), 0);
-  const uint64_t most_dense_bytes = layout.nodes().is_flat() ? ~uint64_t{0} : options.dense_bytes;
+  ChunkSizes sizes(layout, options);
   size_t first = 0;
   for (size_t i = 0; i < tiles.size(); ++i) {
-    const BucketTile& tile = tiles[i];
-    uint64_t& dense = dense_bytes[layout.rail(tile.id)];
-    const uint64_t tile_bytes = uint64_t{piece_elements(tile)} * item_bytes(plan.dtype);
-    const bool full = worker_bytes[tile.owner] + tile.worker_bytes > options.chunk_bytes ||
-                      owner_bytes[tile.owner] + tile.owner_bytes > options.chunk_bytes ||
-                      dense + tile_bytes > most_dense_bytes;
-    if (full && i > first) {
+    if (!sizes.add(tiles[i])) {
       plan.chunks.push_back(
           ChunkPlanner(layout, std::span(tiles).subspan(first, i - first), options).plan());
       first = i;
-      std::fill(worker_bytes.begin(), worker_bytes.end(), 0);
-      std::fill(owner_bytes.begin(), owner_bytes.end(), 0);
-      std::fill(dense_bytes.begin(), dense_bytes.end(), 0);
+      sizes.clear();
+      sizes.add(tiles[i]);
     }
-    worker_bytes[tile.owner] += tile.worker_bytes;
-    owner_bytes[tile.owner] += tile.owner_bytes;
-    dense += tile_bytes;
   }
   if (first < tiles.size()) {
     plan.chunks.push_back(ChunkPlanner(layout, std::span(tiles).subspan(first), options).plan());

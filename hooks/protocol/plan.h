@@ -33,8 +33,15 @@ struct PlannedBatch {
 // A peer's share of a chunk.
 struct Shard {
   uint32_t worker_bytes = 0;   // payload of the scatter message to this peer
-  uint32_t scatter_bytes = 0;  // of that message: header, payload, padding; 0 in an all-gather
+  uint32_t scatter_bytes = 0;  // of that message: header, payload, padding; 0: there is none
   uint32_t owner_bytes = 0;    // payload of the gather message from this peer, if there is one
+};
+
+// A message of a gather, between the peers of a rail.
+struct Gathered {
+  uint32_t payload_bytes = 0;
+  uint32_t message_bytes = 0;  // header, payload, padding; 0: there is no message
+  uint32_t start = 0;          // from the start of what decode reads
 };
 
 // A tile on its way to its leader.
@@ -48,10 +55,14 @@ struct Piece {
 struct Rail {
   std::vector<Piece> pieces;  // empty with one rank per node
   uint32_t num_elements = 0;  // of the message to the leader, with gaps
-  // From every peer to the others: header + the largest owner_bytes; all_gather wants one size.
-  // A reduce-scatter sends none.
-  uint32_t gather_message_bytes = 0;
-  std::vector<uint32_t> owner_bytes;  // payload of that message, by node
+  std::vector<Gathered>
+      gathered;  // from every peer to the others, by node; not in a reduce-scatter
+};
+
+// What a rank forwards to every sibling: a header, and what it has gathered.
+struct Forward {
+  uint32_t start = 0;  // of the message, from the start of what decode reads
+  uint32_t message_bytes = 0;
 };
 
 struct ChunkPlan {
@@ -60,10 +71,8 @@ struct ChunkPlan {
   // two buckets may have messages of the same sizes.
   uint64_t tiles_hash;
   std::vector<Rail> rails;
-  // Message to every sibling: a header, and what was gathered from the peers of the longest rail.
-  // 0 with one rank per node.
-  uint32_t forward_bytes;
-  std::vector<Shard> shards;  // this rank's peers, by node
+  std::vector<Forward> forward;  // by sibling, of the largest node; empty with one rank per node
+  std::vector<Shard> shards;     // this rank's peers, by node
   // The tiles of this rank's rail. gradient_offset counts in the bucket, or in the sum of the
   // node. payload_offset counts from the start of the send buffer, headers included; output_offset,
   // for undo, as payload_offset in `decode`. In an all-gather: the tiles that this rank owns, in
@@ -85,8 +94,9 @@ struct BucketPlan {
   std::vector<ChunkPlan> chunks;
 };
 
-// Padding of scatter messages to one size is at most one part in this many of their bytes.
-inline constexpr uint64_t kScatterPaddingPart = 32;
+// Padding of messages to one size is at most one part in this many of their bytes; and so are the
+// headers of ranks that own no tile of a chunk, of which there are at most as many.
+inline constexpr uint64_t kPaddingPart = 32;
 
 // Most bytes of gradient in a chunk that one rail has, where nodes have several ranks: what a
 // rank sends to a sibling. Less where memory is short, more on streams (dense_bytes_within()).
@@ -94,11 +104,12 @@ inline constexpr uint64_t kMostDenseBytes = uint64_t{2} << 20;
 
 struct PlanOptions {
   uint32_t rank;
-  uint32_t chunk_bytes;  // most payload bytes per owner and stage in one chunk
+  uint32_t chunk_bytes;  // most payload bytes per owner and stage in one chunk, but for one tile
   bool equal_scatter;    // pads the scatter messages of a chunk to one size where that costs little
   CodecChoice codecs;
   bool residuals;                          // false: none is touched
   uint64_t dense_bytes = kMostDenseBytes;  // most bytes of gradient per rail in one chunk
+  uint64_t rail_bytes = ~uint64_t{0};      // most bytes of messages with tiles, per rail and stage
   Collective collective = Collective::kAllReduce;
 };
 

@@ -14,6 +14,9 @@ namespace gradferry {
 struct StepBytes {
   uint64_t to_other_hosts = 0;
   uint64_t on_host = 0;  // to other ranks of its own host
+  // Of those with tiles to other hosts: how many, and the shortest; 0: there are none.
+  uint64_t num_messages = 0;
+  uint32_t shortest_message = 0;
 };
 
 // Returns what each rank sends in a step, and throws Error(kConfig) unless every rank has a host.

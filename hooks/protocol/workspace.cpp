@@ -5,14 +5,13 @@
 
 #include "gradferry/error.h"
 #include "gradferry/wire.h"
+#include "protocol/defaults.h"
 
 namespace gradferry {
 namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 constexpr uint64_t kChunksWithinLimit = 4;
-// A full tile with 9 bits per element: one of q8, two of q4.
-constexpr uint32_t kFewestChunkBytes = kTileElements / 8 * 9;
 // Where parts of shared memory begin: no page, and no cache line, is of two of them.
 constexpr uint64_t kPageBytes = 4096, kLineBytes = 64;
 
@@ -20,9 +19,17 @@ uint64_t round_up(uint64_t number, uint64_t multiple) {
   return (number + multiple - 1) / multiple * multiple;
 }
 
+// Of a chunk's messages of `message_bytes` at most between the peers of a rail, in one stage.
+uint64_t stage_bytes(const Nodes& nodes, const PlanOptions& plan, uint64_t message_bytes) {
+  const uint64_t most = nodes.num_nodes() * message_bytes;
+  const uint64_t with_tiles = std::min(most, std::max(plan.rail_bytes, message_bytes));
+  const uint64_t sent = with_tiles + kPaddingPart * kHeaderBytes;
+  return std::min(most, sent + sent / kPaddingPart);
+}
+
 // Adds what a leader with so many siblings needs between them.
 void add_local_stage(Workspace& workspace, const Layout& layout, uint64_t num_siblings,
-                     uint64_t most_dense, bool share) {
+                     uint64_t most_dense, uint64_t rail_bytes, bool share) {
   const Nodes& nodes = layout.nodes();
   const uint64_t dense = std::min(most_dense, layout.largest_dense_bytes());
   const uint64_t dense_message = kHeaderBytes + (share ? 0 : dense);
@@ -32,7 +39,7 @@ void add_local_stage(Workspace& workspace, const Layout& layout, uint64_t num_si
   workspace.sum_bytes = dense;
   // A device has the sum behind what it sends.
   workspace.send_bytes = round_up(workspace.send_bytes, kPayloadAlignment);
-  workspace.gathered_bytes = num_siblings * (kHeaderBytes + workspace.receive_bytes);
+  workspace.gathered_bytes = num_siblings * (kHeaderBytes + rail_bytes);
   if (!share) return;
   workspace.gathered_bytes = round_up(workspace.gathered_bytes, kPageBytes);
   workspace.dense_place_bytes = round_up(dense, kLineBytes);
@@ -51,20 +58,19 @@ void drop_leaders_part(Workspace& workspace) {
 Workspace one_slot(const Layout& layout, const PlanOptions& plan, const WorkspaceLimits& limits,
                    uint64_t num_siblings) {
   const Nodes& nodes = layout.nodes();
-  const uint64_t num_nodes = nodes.num_nodes();
-  // Only the first tile of a chunk may be longer than chunk_bytes.
-  const uint64_t usual =
-      kHeaderBytes + std::min<uint64_t>(plan.chunk_bytes, layout.largest_shard_bytes());
+  const uint64_t usual = std::min<uint64_t>(plan.chunk_bytes, layout.largest_shard_bytes());
   Workspace workspace;
-  workspace.message_bytes = std::max<uint64_t>(usual, kHeaderBytes + layout.largest_tile_bytes());
+  workspace.message_bytes = kHeaderBytes + std::max<uint64_t>(usual, layout.largest_tile_bytes());
+  const uint64_t of_stage = stage_bytes(nodes, plan, workspace.message_bytes);
   if (scatters(plan.collective)) {
-    workspace.send_bytes = (num_nodes - 1) * usual + workspace.message_bytes;
-    workspace.receive_bytes = num_nodes * workspace.message_bytes;
+    workspace.send_bytes = of_stage;
+    workspace.receive_bytes = nodes.num_nodes() * workspace.message_bytes;
   }
   if (!gathers(plan.collective)) return workspace;
-  if (!limits.keeps_gathered) workspace.gathered_bytes = num_nodes * workspace.message_bytes;
+  if (!limits.keeps_gathered) workspace.gathered_bytes = of_stage;
   if (!nodes.is_flat()) {
-    add_local_stage(workspace, layout, num_siblings, plan.dense_bytes, limits.siblings_share);
+    add_local_stage(workspace, layout, num_siblings, plan.dense_bytes, of_stage,
+                    limits.siblings_share);
   }
   workspace.own_message_bytes = limits.gathers_in_place ? 0 : workspace.message_bytes;
   return workspace;
@@ -75,6 +81,37 @@ uint64_t bytes_per_chunk(uint64_t workspace_cap_bytes) {
   return workspace_cap_bytes / 8 * 7 / kChunksWithinLimit;
 }
 
+// Whether a single slot fits; if not otherwise, with what a scatter and a gather receive in one.
+uint64_t least_bytes(Workspace& workspace, const Nodes& nodes, const PlanOptions& plan,
+                     const WorkspaceLimits& limits) {
+  workspace.slots = 1;
+  const uint64_t apart = workspace.bytes() + limits.other_bytes;
+  if (apart <= limits.cap_bytes || !nodes.is_flat() || plan.collective != Collective::kAllReduce) {
+    return apart;
+  }
+  workspace.shared_receive = true;
+  workspace.own_message_bytes = workspace.message_bytes;
+  workspace.receive_bytes = std::max(workspace.receive_bytes, workspace.gathered_bytes);
+  return workspace.bytes() + limits.other_bytes;
+}
+
+// The least limit, in MiB, within which a rank like this one can exchange: chunks grow with it.
+uint64_t least_cap_mb(const Layout& layout, PlanOptions plan, WorkspaceLimits limits,
+                      uint64_t needed) {
+  const Nodes& nodes = layout.nodes();
+  while (needed > limits.cap_bytes) {
+    limits.cap_bytes = (needed + kMiB - 1) / kMiB * kMiB;
+    plan.chunk_bytes = chunk_bytes_within(limits.cap_bytes, nodes.world_size(),
+                                          std::max(plan.chunk_bytes, kChunkBytes));
+    plan.rail_bytes = rail_bytes_within(limits.cap_bytes, nodes);
+    plan.dense_bytes =
+        dense_bytes_within(limits.cap_bytes, plan.chunk_bytes, nodes, plan.equal_scatter);
+    Workspace workspace = one_slot(layout, plan, limits, nodes.siblings(layout.rank()).size());
+    needed = least_bytes(workspace, nodes, plan, limits);
+  }
+  return limits.cap_bytes / kMiB;
+}
+
 }  // namespace
 
 uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, uint32_t most) {
@@ -82,8 +119,11 @@ uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, u
       bytes_per_chunk(workspace_cap_bytes) / (3 * uint64_t{world_size} + 1);
   const uint64_t within = message_bytes - std::min<uint64_t>(message_bytes, kHeaderBytes);
   const uint64_t addressable = UINT32_MAX / world_size - kHeaderBytes;
-  return static_cast<uint32_t>(
-      std::min({std::max<uint64_t>(within, kFewestChunkBytes), addressable, uint64_t{most}}));
+  return static_cast<uint32_t>(std::min({within, addressable, uint64_t{most}}));
+}
+
+uint64_t rail_bytes_within(uint64_t workspace_cap_bytes, const Nodes& nodes) {
+  return bytes_per_chunk(workspace_cap_bytes) / 3 / nodes.num_rails();
 }
 
 uint64_t dense_bytes_within(uint64_t workspace_cap_bytes, uint32_t chunk_bytes, const Nodes& nodes,
@@ -111,17 +151,15 @@ Workspace plan_workspace(const Layout& layout, const PlanOptions& plan,
   const uint64_t left = limits.cap_bytes - std::min(limits.cap_bytes, limits.other_bytes);
   workspace.slots = std::clamp<uint64_t>(left / needed_by_most, 1, limits.most_slots);
   while (workspace.slots > 1 && !fits()) --workspace.slots;  // pages that fewer ranks share
-  if (!fits() && nodes.is_flat() && plan.collective == Collective::kAllReduce) {
-    workspace.shared_receive = true;
-    workspace.own_message_bytes = workspace.message_bytes;
+  if (!fits()) {
+    const uint64_t needed = least_bytes(workspace, nodes, plan, limits);
+    GRADFERRY_EXPECTS(
+        fits(), kConfig,
+        "the messages of one chunk between " + std::to_string(nodes.world_size()) + " ranks take " +
+            std::to_string(needed) + " bytes, more than the " + std::to_string(limits.cap_bytes) +
+            " that workspace_cap_mb allows; attach with " + "workspace_cap_mb=" +
+            std::to_string(least_cap_mb(layout, plan, limits, needed)) + ", or with codec='off'");
   }
-  const uint64_t needed = workspace.bytes() + limits.other_bytes;
-  GRADFERRY_EXPECTS(fits(), kConfig,
-                    "the messages of one chunk between " + std::to_string(nodes.world_size()) +
-                        " ranks take " + std::to_string(needed) + " bytes, more than the " +
-                        std::to_string(limits.cap_bytes) +
-                        " that workspace_cap_mb allows; attach with workspace_cap_mb=" +
-                        std::to_string((needed + kMiB - 1) / kMiB) + ", or with codec='off'");
   if (!nodes.is_leader(layout.rank())) drop_leaders_part(workspace);
   return workspace;
 }

@@ -12,9 +12,13 @@ namespace gradferry {
 
 // Most payload bytes per owner and stage in one chunk, at most `most`: four chunks of such messages
 // take at most seven eighths of the limit. The rest is for commits and hashes, and for tiles that
-// are longer than this. Even in the largest world it has room for a full tile of 9 bits per
-// element. Equal on ranks with equal arguments, as it must be.
+// are longer than this: of every owner a chunk may have one. Equal on ranks with equal arguments,
+// as it must be.
 uint32_t chunk_bytes_within(uint64_t workspace_cap_bytes, uint32_t world_size, uint32_t most);
+
+// Most bytes of a rail's messages with tiles, in one stage of one chunk: a third of that memory for
+// all rails. It matters only in worlds so large that the one tile of every owner would exceed it.
+uint64_t rail_bytes_within(uint64_t workspace_cap_bytes, const Nodes& nodes);
 
 // Most bytes of gradient per rail in one chunk, where nodes have several ranks: what messages of
 // `chunk_bytes` leave of the memory for each of four chunks, at most kMostDenseBytes, and a full

@@ -107,17 +107,25 @@ std::unique_ptr<EngineOptions> make_options(const py::object& store, WorldRanks 
   return options;
 }
 
-// (bytes to other hosts, bytes to other ranks of its host) of every rank.
+// Of every rank: bytes to other hosts, and to other ranks of its host; messages with tiles to other
+// hosts, and the bytes of the shortest. Throws what an engine would for lack of memory.
 py::list planned_bytes_list(const EngineOptions& options,
                             const std::vector<std::vector<uint32_t>>& buckets,
                             const std::vector<uint32_t>& hosts, bool in_warmup) {
   const PlanOptions planning =
       options.planning(in_warmup ? CodecChoice::kWarmup : CodecChoice::kOwn, /*residuals=*/false);
   const Layout layout(options.parameters, options.rank, options.nodes);
+  plan_workspace(layout, planning,
+                 {.cap_bytes = options.workspace_cap_bytes,
+                  .other_bytes = 0,
+                  .most_slots = 1,
+                  .gathers_in_place = !options.on_streams,
+                  .keeps_gathered = options.keep_gathered});
   py::list result;
   for (const StepBytes& sent :
        planned_bytes(layout, planning, options.find_unused_parameters, buckets, hosts)) {
-    result.append(py::make_tuple(sent.to_other_hosts, sent.on_host));
+    result.append(py::make_tuple(sent.to_other_hosts, sent.on_host, sent.num_messages,
+                                 sent.shortest_message));
   }
   return result;
 }
@@ -344,7 +352,8 @@ void bind_options(py::module_& module) {
       .def(
           "all_gather",
           [](Lane& lane, const at::Tensor& receive, const at::Tensor& send) {
-            return PostedCollective{lane.all_gather(receive, send)};
+            const std::vector<int64_t> sizes(lane.world_size(), send.numel());
+            return PostedCollective{lane.all_gather(receive, sizes, send)};
           },
           py::arg("receive"), py::arg("send"), py::call_guard<py::gil_scoped_release>())
       .def("descriptors",

@@ -122,8 +122,6 @@ TEST(EqualScatter, PadsWhereThatIsAtMostAThirtySecond) {
   EXPECT_EQ(scatter_sizes(3848, kChunkBytes, true), (Sizes{64 + 16384, 64 + 16384}));
   EXPECT_EQ(scatter_sizes(3844, kChunkBytes, true), (Sizes{64 + 16384, 64 + 15376}));
   EXPECT_EQ(scatter_sizes(3848, kChunkBytes, false), (Sizes{64 + 16384, 64 + 15392}));
-  // Buffers have room for one message that is longer than a chunk, not for one to every rank.
-  EXPECT_EQ(scatter_sizes(4092, 16368, true), (Sizes{64 + 16384, 64 + 16368}));
 }
 
 // --- nodes

@@ -51,7 +51,8 @@ def planned(
     engine = _native.EngineOptions(
         parameters=parameters, nodes=nodes.members, **{**usual, **options}
     )
-    return _native.planned_bytes(engine, buckets=buckets, hosts=hosts, in_warmup=bool(warmup))
+    sent = _native.planned_bytes(engine, buckets=buckets, hosts=hosts, in_warmup=bool(warmup))
+    return [rank[:2] for rank in sent]
 
 
 @pytest.mark.parametrize("codec", ["exact", "q4", "sign1"])
@@ -109,7 +110,8 @@ def test_planned_bytes_are_those_of_the_reference(
     buckets = [[5, 4], [3, 2, 1], [0]]
     # So that buckets have several chunks, of some codecs; a tile of exact may be larger than one.
     chunk_bytes = 1 << (13 if find_unused_parameters else 15)
-    here = [0, 1, 1][: nodes.world_size] if nodes.is_flat else list(nodes.of_rank)
+    here = [0, 1, 1, *range(2, 47)] if nodes.is_flat else list(nodes.of_rank)
+    here = here[: nodes.world_size]
     for hosts in (list(nodes.of_rank), here):
         found = planned(
             sizes,
@@ -127,6 +129,14 @@ def test_planned_bytes_are_those_of_the_reference(
             to = reference.sent_per_step(travels, buckets, rank, *options)
             elsewhere = sum(n for peer, n in enumerate(to) if hosts[peer] != hosts[rank])
             assert pair == (elsewhere, sum(to) - elsewhere)
+
+
+@pytest.mark.parametrize("codec", ["exact", "q4"])
+@pytest.mark.parametrize("members", [48, tuple((2 * i, 2 * i + 1) for i in range(24))])
+def test_planned_bytes_of_more_ranks_than_tiles(codec: str, members: Any) -> None:
+    """In two of three buckets: where more than 32 ranks own nothing, and where fewer do."""
+    compare = test_planned_bytes_are_those_of_the_reference
+    compare(codec, members, find_unused_parameters=False, warmup=None, on_streams=True)
 
 
 def test_on_streams_chunks_are_as_large_as_memory_allows() -> None:

@@ -41,7 +41,8 @@ PlanOptions cut(uint64_t cap_bytes, const Nodes& nodes, bool on_streams,
           .equal_scatter = on_streams,
           .codecs = CodecChoice::kOwn,
           .residuals = false,
-          .dense_bytes = dense_bytes_within(cap_bytes, chunk_bytes, nodes, on_streams)};
+          .dense_bytes = dense_bytes_within(cap_bytes, chunk_bytes, nodes, on_streams),
+          .rail_bytes = rail_bytes_within(cap_bytes, nodes)};
 }
 
 WorkspaceLimits limits(uint64_t cap_bytes, uint64_t other_bytes) {
@@ -59,12 +60,11 @@ TEST(Workspace, SmallWorldsHaveTheChunksThatSuitTheLink) {
   EXPECT_LT(chunk_bytes_within(kCap, 56, kChunkBytes), kChunkBytes);
 }
 
-TEST(Workspace, ChunksShrinkWithTheWorldButHoldATile) {
+TEST(Workspace, ChunksShrinkWithTheWorld) {
   uint32_t before = kStreamChunkBytes;
   for (uint32_t world_size = 1; world_size <= 4096; ++world_size) {
     const uint32_t chunk_bytes = chunk_bytes_within(kCap, world_size, kStreamChunkBytes);
     EXPECT_LE(chunk_bytes, before);
-    EXPECT_GE(chunk_bytes, kTileElements);
     before = chunk_bytes;
   }
 }
@@ -140,9 +140,12 @@ TEST(Workspace, OnStreamsABucketIsOneChunkAndTwoAreInFlight) {
 TEST(Workspace, WhatCannotFitIsRefusedWithTheLeastThatDoes) {
   const Layout layout({parameter("weight", 1 << 20, "exact", ScalarType::kFloat64)}, 0,
                       Nodes::flat(4096));
-  const PlanOptions plan = cut(kCap, Nodes::flat(4096), /*on_streams=*/true);
+  const auto attach = [&](uint64_t cap_bytes) {
+    (void)plan_workspace(layout, cut(cap_bytes, Nodes::flat(4096), /*on_streams=*/true),
+                         limits(cap_bytes, 0));
+  };
   try {
-    (void)plan_workspace(layout, plan, limits(kCap, 0));
+    attach(kCap);
     FAIL() << "nothing was thrown";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kConfig);
@@ -150,8 +153,8 @@ TEST(Workspace, WhatCannotFitIsRefusedWithTheLeastThatDoes) {
     EXPECT_NE(text.find("more than the " + std::to_string(kCap)), std::string::npos) << text;
     const size_t at = text.rfind("workspace_cap_mb=") + sizeof("workspace_cap_mb=") - 1;
     const uint64_t needed = std::stoull(text.substr(at));
-    EXPECT_NO_THROW((void)plan_workspace(layout, plan, limits(needed * kMiB, 0)));
-    EXPECT_ANY_THROW((void)plan_workspace(layout, plan, limits((needed - 1) * kMiB, 0)));
+    EXPECT_NO_THROW(attach(needed * kMiB));
+    EXPECT_ANY_THROW(attach((needed - 1) * kMiB));
   }
 }
 

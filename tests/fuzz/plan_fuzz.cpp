@@ -105,6 +105,7 @@ World take_world(Bytes& input) {
                    .collective = collective};
   world.options.dense_bytes =
       dense_bytes_within(cap, world.options.chunk_bytes, nodes, world.options.equal_scatter);
+  world.options.rail_bytes = rail_bytes_within(cap, nodes);
   world.limits = {.cap_bytes = cap,
                   .other_bytes = input.take<uint16_t>(),
                   .most_slots = 1 + input.below(8),
@@ -234,7 +235,9 @@ void check_scatter(const World& world, const std::vector<Rank>& ranks, uint32_t 
   ASSERT_TRUE(expected.empty());
   const Shard& shard = chunk.shards[node];
   ASSERT_TRUE(message.cover(shard.worker_bytes));
-  ASSERT_GE(shard.scatter_bytes, kHeaderBytes + shard.worker_bytes);
+  if (shard.scatter_bytes != 0 || shard.worker_bytes != 0) {
+    ASSERT_GE(shard.scatter_bytes, kHeaderBytes + shard.worker_bytes);
+  }
   ASSERT_EQ(shard.scatter_bytes, ranks[receiver].plan.chunks[c].shards[node].scatter_bytes);
 }
 
@@ -254,21 +257,65 @@ void check_gather(const World& world, const std::vector<Rank>& ranks, uint32_t r
                 message.add(offset, bytes_of(ranks[owner], tile, Stage::kOwner, world.options));
               });
     if (!nodes.is_leader(owner)) continue;
-    const Rail& rail = chunk.rails[nodes.local_index(owner)];
-    const uint32_t bytes = rail.owner_bytes[nodes.node_of(owner)];
-    ASSERT_TRUE(message.cover(bytes));
-    ASSERT_EQ(of_owner.shards[nodes.node_of(owner)].owner_bytes, bytes);
-    ASSERT_LE(kHeaderBytes + bytes, rail.gather_message_bytes);
+    const Gathered& planned = chunk.rails[nodes.local_index(owner)].gathered[nodes.node_of(owner)];
+    ASSERT_TRUE(message.cover(planned.payload_bytes));
+    ASSERT_EQ(of_owner.shards[nodes.node_of(owner)].owner_bytes, planned.payload_bytes);
+    if (planned.message_bytes != 0 || planned.payload_bytes != 0) {
+      ASSERT_GE(planned.message_bytes, kHeaderBytes + planned.payload_bytes);
+    }
   }
-  ASSERT_EQ(chunk.forward_bytes, ranks[0].plan.chunks[c].forward_bytes);
+  // Messages follow each other, those of a rail behind the header of what is forwarded.
+  Ranges forwarded;
+  for (size_t i = 0; i < chunk.forward.size(); ++i) {
+    const Forward& forward = chunk.forward[i];
+    ASSERT_EQ(forward.message_bytes, ranks[0].plan.chunks[c].forward[i].message_bytes);
+    ASSERT_EQ(forward.start, forwarded.end());
+    forwarded.add(forward.start, forward.message_bytes);
+  }
+  ASSERT_TRUE(forwarded.disjoint());
+  for (uint32_t rail = 0; rail < nodes.num_rails(); ++rail) {
+    uint64_t next = nodes.is_flat() ? 0 : chunk.forward[rail].start + kHeaderBytes;
+    for (const Gathered& planned : chunk.rails[rail].gathered) {
+      ASSERT_EQ(planned.start, next);
+      next += planned.message_bytes;
+    }
+    if (nodes.is_flat()) continue;
+    ASSERT_LE(next, chunk.forward[rail].start + chunk.forward[rail].message_bytes);
+  }
   each_tile(chunk.decode, [&](const auto&, const Tile& tile, uint32_t owner) {
     ASSERT_EQ(ranks[r].layout.owner(tile.id), owner);
-    const uint64_t rail = nodes.local_index(owner);
-    const uint64_t forwarded = nodes.is_flat() ? 0 : rail * chunk.forward_bytes + kHeaderBytes;
+    const Gathered& planned = chunk.rails[nodes.local_index(owner)].gathered[nodes.node_of(owner)];
     ASSERT_EQ(tile.payload_offset,
-              forwarded + uint64_t{nodes.node_of(owner)} * chunk.rails[rail].gather_message_bytes +
-                  kHeaderBytes + sent[owner].at(tile.id));
+              uint64_t{planned.start} + kHeaderBytes + sent[owner].at(tile.id));
   });
+}
+
+// What messages without tiles and padding add to a chunk's messages between peers is little: a part
+// in kPaddingPart each.
+void check_little_is_added(const std::vector<std::pair<uint32_t, uint32_t>>& messages) {
+  uint64_t with_tiles = 0, sent = 0, all_headers = 0;
+  for (const auto& [payload_bytes, message_bytes] : messages) {
+    with_tiles += payload_bytes == 0 ? 0 : kHeaderBytes + payload_bytes;
+    all_headers += kHeaderBytes;
+    sent += message_bytes;
+  }
+  const uint64_t with_headers = with_tiles + std::min(all_headers, with_tiles / kPaddingPart);
+  ASSERT_LE(sent, with_headers + with_headers / kPaddingPart);
+}
+
+void check_sizes(const ChunkPlan& chunk) {
+  std::vector<std::pair<uint32_t, uint32_t>> messages;
+  for (const Shard& shard : chunk.shards) {
+    messages.emplace_back(shard.worker_bytes, shard.scatter_bytes);
+  }
+  check_little_is_added(messages);
+  for (const Rail& rail : chunk.rails) {
+    messages.clear();
+    for (const Gathered& each : rail.gathered) {
+      messages.emplace_back(each.payload_bytes, each.message_bytes);
+    }
+    check_little_is_added(messages);
+  }
 }
 
 void check_fits(const World& world, const Rank& rank, const Workspace& space) {
@@ -288,14 +335,19 @@ void check_fits(const World& world, const Rank& rank, const Workspace& space) {
       ASSERT_LE(uint64_t{nodes.num_nodes()} * own.scatter_bytes, space.receive_bytes);
     }
     if (!gathers(world.options.collective)) continue;
+    uint64_t gathered = 0;
     for (const Rail& rail : chunk.rails) {
-      ASSERT_LE(rail.gather_message_bytes, space.message_bytes);
+      for (const Gathered& message : rail.gathered) {
+        ASSERT_LE(message.message_bytes, space.message_bytes);
+        gathered += message.message_bytes;
+      }
       dense += kHeaderBytes + uint64_t{rail.num_elements} * item_bytes(chunk.dtype);
     }
-    const uint64_t copies = nodes.is_flat() ? nodes.num_nodes() : space.num_siblings;
-    const uint64_t each =
-        nodes.is_flat() ? chunk.rails[0].gather_message_bytes : chunk.forward_bytes;
-    ASSERT_LE(copies * each, space.gathered_bytes);
+    if (!nodes.is_flat()) {
+      const Forward& last = chunk.forward[space.num_siblings - 1];
+      gathered = uint64_t{last.start} + last.message_bytes;
+    }
+    ASSERT_LE(gathered, space.shared_receive ? space.receive_bytes : space.gathered_bytes);
     if (!nodes.is_flat() && !world.limits.siblings_share) {
       ASSERT_LE(dense, space.dense_send_bytes);
     }
@@ -353,6 +405,7 @@ void run(Bytes input) {
         check_scatter(world, ranks, r, c, node);
       }
       if (gathers(world.options.collective)) check_gather(world, ranks, r, c);
+      check_sizes(ranks[r].plan.chunks[c]);
     }
     try {
       spaces.push_back(plan_workspace(ranks[r].layout, world.options, world.limits));

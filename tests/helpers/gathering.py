@@ -173,8 +173,8 @@ def gathered_bytes(
     codec: str,
     shards: int,
     dtype: str = "float32",
-) -> int:
-    """What a rank sends when these modules are gathered once, commits included."""
+) -> list[int]:
+    """What each rank sends when these modules are gathered once, commits included."""
     sizes, codecs, owners, buckets = [], [], [], []
     for module in modules:
         first = len(sizes)

@@ -337,7 +337,7 @@ class _CodecHook(HookHandle):
             in_warmup=0 < stats["steps"] <= config.warmup_steps,  # the last step
             find_unused_parameters=self.find_unused_parameters,
         )
-        return [elsewhere for elsewhere, _ in sent]
+        return [elsewhere for elsewhere, *_ in sent]
 
 
 @dataclass(frozen=True)

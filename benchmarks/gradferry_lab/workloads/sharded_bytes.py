@@ -91,7 +91,7 @@ class Exchange:
             hosts=hosts,
             in_warmup=0 < steps <= self.config.warmup_steps,
         )
-        return [elsewhere for elsewhere, _ in sent]
+        return [elsewhere for elsewhere, *_ in sent]
 
 
 Modules = Sequence[ShardedModule] | Sequence["MatrixModule"]

@@ -377,8 +377,10 @@ def planned_bytes(
     hosts: Sequence[int] | None = None,
     in_warmup: bool = False,
     find_unused_parameters: bool = False,
-) -> list[tuple[int, int]]:
-    """What each rank sends to other hosts, and to other ranks of its own; headers included.
+) -> list[tuple[int, int, int, int]]:
+    """What each rank sends to other hosts, and to other ranks of its own; headers included. Then
+    its messages with tiles to other hosts: how many, and the bytes of the shortest (0: there are
+    none).
 
     Args:
         config: of the hook.
@@ -389,6 +391,9 @@ def planned_bytes(
         hosts: of every rank; the ranks of a node share one. None: every node is a host.
         in_warmup: the step is one of `warmup_steps`.
         find_unused_parameters: that of DDP, for gradients on the CPU.
+
+    Raises:
+        ConfigError: `workspace_cap_mb` is too small; with the least that is not.
     """
     options = _native.EngineOptions(
         **config.for_engine(nodes.world_size),

@@ -1,5 +1,6 @@
 #include "streamed_backend.h"
 
+#include <ATen/ops/cat.h>
 #include <c10/core/StreamGuard.h>
 
 #include <chrono>
@@ -138,6 +139,32 @@ class ScatteredWork final : public c10d::Work {
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
+// An all-to-all of lists, through one of single tensors.
+class ListedWork final : public c10d::Work {
+ public:
+  ListedWork(c10d::Backend& carrier, const std::vector<at::Tensor>& inputs,
+             std::vector<at::Tensor> outputs, const c10d::AllToAllOptions& options)
+      : outputs_(std::move(outputs)), input_(at::cat(inputs)), output_(at::cat(outputs_)) {
+    for (const at::Tensor& output : outputs_) output_sizes_.push_back(output.numel());
+    std::vector<int64_t> input_sizes;
+    for (const at::Tensor& input : inputs) input_sizes.push_back(input.numel());
+    work_ = carrier.alltoall_base(output_, input_, output_sizes_, input_sizes, options);
+  }
+  bool isCompleted() override { return work_->isCompleted(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    work_->wait(timeout);
+    const std::vector<at::Tensor> parts = output_.split_with_sizes(output_sizes_);
+    for (size_t i = 0; i < parts.size(); ++i) outputs_[i].copy_(parts[i]);
+    return true;
+  }
+
+ private:
+  std::vector<at::Tensor> outputs_;
+  at::Tensor input_, output_;
+  std::vector<int64_t> output_sizes_;
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
 }  // namespace
 
 StreamedBackend::StreamedBackend(c10::intrusive_ptr<c10d::Backend> carrier, const std::string& name,
@@ -252,6 +279,21 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::alltoall_base(
              [carrier = carrier_, out, in, output_sizes, input_sizes, options]() mutable {
                return carrier->alltoall_base(out, in, output_sizes, input_sizes, options);
              });
+}
+
+c10::intrusive_ptr<c10d::Work> StreamedBackend::alltoall(std::vector<at::Tensor>& outputs,
+                                                         std::vector<at::Tensor>& inputs,
+                                                         const c10d::AllToAllOptions& options) {
+  std::vector<at::Tensor> out, in;
+  uint64_t sent = 0;
+  for (size_t rank = 0; rank < inputs.size(); ++rank) {
+    out.push_back(on_host(outputs[rank]));
+    in.push_back(on_host(inputs[rank]));
+    if (static_cast<int>(rank) != getRank()) sent += in.back().nbytes();
+  }
+  return run("all-to-all", in, out, outputs, sent, false, [carrier = carrier_, out, in, options] {
+    return c10::make_intrusive<ListedWork>(*carrier, in, out, options);
+  });
 }
 
 }  // namespace fake_device

@@ -57,6 +57,9 @@ class StreamedBackend final : public c10d::Backend {
                                                std::vector<int64_t>& output_sizes,
                                                std::vector<int64_t>& input_sizes,
                                                const c10d::AllToAllOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputs,
+                                          std::vector<at::Tensor>& inputs,
+                                          const c10d::AllToAllOptions& options) override;
 
  private:
   using Post = std::function<c10::intrusive_ptr<c10d::Work>()>;

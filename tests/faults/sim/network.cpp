@@ -76,11 +76,14 @@ class Network::End final : public Lane {
     return post(pairs, {std::move(receive), std::move(send)});
   }
 
-  Pending all_gather(at::Tensor receive, at::Tensor send) override {
-    const auto size = static_cast<size_t>(send.numel());
+  Pending all_gather(at::Tensor receive, std::vector<int64_t> receive_bytes,
+                     at::Tensor send) override {
     std::vector<Pair> pairs;
-    for (size_t p = 0; p < ranks_.size(); ++p) {
-      pairs.push_back({bytes(send), size, bytes(receive) + p * size, size});
+    std::byte* from = bytes(receive);
+    for (const int64_t size : receive_bytes) {
+      pairs.push_back(
+          {bytes(send), static_cast<size_t>(send.numel()), from, static_cast<size_t>(size)});
+      from += size;
     }
     return post(pairs, {std::move(receive), std::move(send)});
   }
@@ -100,15 +103,17 @@ class Network::End final : public Lane {
   Pending post(const std::vector<Pair>& pairs, std::vector<at::Tensor> tensors) {
     const auto transfer = c10::make_intrusive<Transfer>(network_.timeout_, std::move(tensors));
     const uint32_t self = ranks_[place_];
-    transfer->missing = ranks_.size();  // its own, until all is posted
+    transfer->missing = 1;  // its own, until all is posted
     for (size_t p = 0; p < ranks_.size(); ++p) {
-      if (p == place_) continue;
+      if (p == place_ || pairs[p].from_bytes == 0) continue;
+      ++transfer->missing;
       Connection& from = network_.connection({index_, ranks_[p], self});
       from.expected.push_back({transfer, pairs[p].from, pairs[p].from_bytes});
       receive(from);
     }
     for (size_t p = 0; p < ranks_.size(); ++p) {
-      if (p != place_) network_.send({index_, self, ranks_[p]}, pairs[p].to, pairs[p].to_bytes);
+      if (p == place_ || pairs[p].to_bytes == 0) continue;
+      network_.send({index_, self, ranks_[p]}, pairs[p].to, pairs[p].to_bytes);
     }
     transfer->part_came();
     return transfer;

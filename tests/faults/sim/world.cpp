@@ -215,11 +215,12 @@ World World::draw(Choices& choices) {
   draw_what_goes_wrong(choices, world);
   draw_passes(choices, world);
   draw_loss_scale(choices, world);
+  world.little_memory = choices.one_in(3);
   return world;
 }
 
 EngineOptions World::options(uint32_t rank, bool goes_wrong) const {
-  constexpr uint64_t kWorkspaceCap = uint64_t{1} << 30;
+  const uint64_t workspace_cap = uint64_t{1} << (little_memory ? 20 : 30);
   EngineOptions options{.parameters = parameters,
                         .rank = rank,
                         .world_size = size,
@@ -235,7 +236,7 @@ EngineOptions World::options(uint32_t rank, bool goes_wrong) const {
                         .chunk_bytes = chunk_bytes,
                         .on_streams = equal_scatter,
                         .collective = collective,
-                        .workspace_cap_bytes = kWorkspaceCap,
+                        .workspace_cap_bytes = workspace_cap,
                         .find_unused_parameters = may_be_unused};
   if (!goes_wrong || rank != different_rank) return options;
   if (difference == Difference::kConfig) ++options.config_hash;
@@ -265,7 +266,7 @@ std::string World::text() const {
   if (may_be_unused) text += ", find_unused";
   if (check_every != 0) text += ", check_every " + std::to_string(check_every);
   text += ", chunks of " + std::to_string(chunk_bytes) + (equal_scatter ? ", padded" : "") +
-          ", order " + std::to_string(order_seed);
+          (little_memory ? ", little memory" : "") + ", order " + std::to_string(order_seed);
   for (const auto& p : parameters) {
     text += "\n  " + p.name + ": " + std::to_string(p.num_elements) + " " + name_of(p.dtype) + " " +
             p.codec + (warmup_steps != 0 ? " after " + p.warmup : "") +

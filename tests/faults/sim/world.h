@@ -65,6 +65,7 @@ struct World {
   uint64_t check_every = 0;
   uint32_t chunk_bytes = 0;
   bool equal_scatter = false;
+  bool little_memory = false;  // not for a tile of every owner at once
   std::vector<Step> steps;
   uint64_t data_seed = 0;
   uint64_t order_seed = 0;  // of what happens first; 0: in order

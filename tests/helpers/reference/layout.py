@@ -20,6 +20,7 @@ MOST_DENSE_BYTES = 2 << 20
 FEWEST_DENSE_BYTES = 32 << 10
 PIECE_ELEMENTS = 16  # what tiles are rounded up to on their way to their leaders
 HEADER_BYTES = 64
+PART = 32  # padding, and headers without tiles, are at most one part in so many
 FEWEST_COMPRESSED_ELEMENTS = 1024
 COARSE_BITS = 3
 SMALL_PERCENT = 3
@@ -179,9 +180,27 @@ def dense_bytes(nodes: Sequence[Sequence[int]], chunk_bytes: int, on_streams: bo
     """Most bytes of gradient of a rail in a chunk."""
     siblings = max(map(len, nodes))
     messages = (2 + siblings) * len(nodes) * (HEADER_BYTES + chunk_bytes)
-    memory = STREAM_CAP_BYTES // 8 * 7 // 4 * 2 if on_streams else CAP_BYTES // 8 * 7 // 4
+    memory = bytes_per_chunk(on_streams) * (2 if on_streams else 1)
     left = max(FEWEST_DENSE_BYTES, (memory - messages) // (2 * siblings + 1) - 2 * HEADER_BYTES)
     return left if on_streams else min(MOST_DENSE_BYTES, left)
+
+
+def bytes_per_chunk(on_streams: bool) -> int:
+    return (STREAM_CAP_BYTES if on_streams else CAP_BYTES) // 8 * 7 // 4
+
+
+def message_sizes(payloads: Sequence[int], *, equal: bool) -> list[int]:
+    """Of a chunk's messages in one stage, by peer. equal: where that costs little."""
+    with_tiles = [HEADER_BYTES + n for n in payloads if n]
+    empty = len(payloads) - len(with_tiles)
+    are_sent = empty <= PART and PART * empty * HEADER_BYTES <= sum(with_tiles)
+    sizes = [HEADER_BYTES + n if n or are_sent else 0 for n in payloads]
+    return padded(sizes, HEADER_BYTES + max(payloads)) if equal else sizes
+
+
+def padded(sizes: Sequence[int], longest: int) -> list[int]:
+    padding = len(sizes) * longest - sum(sizes)
+    return [longest] * len(sizes) if PART * padding <= sum(sizes) else list(sizes)
 
 
 def cut_chunks(
@@ -191,12 +210,17 @@ def cut_chunks(
     chunks: list[list[int]] = []
     is_flat = len(layout.nodes) == layout.world_size
     most_dense = dense_bytes(layout.nodes, chunk_bytes, on_streams)
+    most_of_rail = bytes_per_chunk(on_streams) // 3 // len(layout.rails())
     sizes = _sizes(layout, [])
     for index in (t for parameter in bucket for t in layout.tiles_of[parameter]):
         rank, more = layout.owners[index], _sizes(layout, [index])
         worker, owner, dense = (a + b for a, b in zip(sizes, more, strict=True))
-        full = max(worker[rank], owner[rank]) > chunk_bytes
-        full = full or (not is_flat and dense[layout.rail_of[rank]] > most_dense)
+        rail = layout.rail_of[rank]
+        full = sizes[0][rank] > 0 and max(worker[rank], owner[rank]) > chunk_bytes
+        full = full or (not is_flat and dense[rail] > most_dense)
+        for stage in (worker, owner):
+            of_rail = [n for peer, n in stage.items() if layout.rail_of[peer] == rail]
+            full = full or sum(of_rail) + HEADER_BYTES * len(of_rail) > most_of_rail
         if not chunks or full:
             chunks.append([])
             worker, owner, dense = more
@@ -242,17 +266,21 @@ def sent_per_step(
     for bucket in buckets:
         chunks = cut_chunks(layout, bucket, chunk_bytes, on_streams)
         for worker, owner, dense in (_sizes(layout, chunk) for chunk in chunks):
-            most = max((worker[peer] for peer in rail), default=0)
-            usual = sum(HEADER_BYTES + worker[peer] for peer in rail)
-            padding = len(rail) * (HEADER_BYTES + most) - usual
-            is_padded = on_streams and most <= chunk_bytes and 32 * padding <= usual
-            for peer in rail:
-                sent[peer] += HEADER_BYTES + (most if is_padded else worker[peer])
-                sent[peer] += HEADER_BYTES + max(owner[r] for r in rail)
+            if rail:
+                own = rail.index(rank)
+                to_owners = message_sizes([worker[peer] for peer in rail], equal=on_streams)
+                gathered = message_sizes([owner[peer] for peer in rail], equal=True)
+                for peer, num_bytes in zip(rail, to_owners, strict=True):
+                    sent[peer] += num_bytes + gathered[own]
+            forwarded = [
+                HEADER_BYTES + sum(message_sizes([owner[peer] for peer in peers], equal=True))
+                for peers in layout.rails()
+            ]
+            forwarded += [HEADER_BYTES] * (max(map(len, layout.nodes)) - len(forwarded))
+            forwarded = padded(forwarded, max(forwarded))
             for sibling in siblings:
-                forwarded = len(layout.nodes) * (HEADER_BYTES + max(owner.values()))
                 sent[sibling] += HEADER_BYTES + dense[layout.rail_of[sibling]]
-                sent[sibling] += HEADER_BYTES + forwarded
+                sent[sibling] += forwarded[layout.rail_of[rank]]
         if chunks and commits is None:
             maps = -(-len(bucket) // 8) * 8 if find_unused_parameters else 0
             sent = [num_bytes + HEADER_BYTES + maps for num_bytes in sent]

@@ -8,7 +8,7 @@ import numpy as np
 
 from .codecs import WORKER, Context, find_codec
 from .engine import accumulate_tiles, cut_into_tiles, encode_tiles
-from .layout import CHUNK_BYTES, HEADER_BYTES, TILE_ELEMENTS
+from .layout import CHUNK_BYTES, HEADER_BYTES, TILE_ELEMENTS, message_sizes
 from .scalars import widen
 
 
@@ -104,9 +104,8 @@ def scattered_bytes_per_step(
         chunks = _chunks_in_turns(sizes, codecs, owners, bucket, world_size, chunk_bytes, dtype)
         for rank in range(world_size):
             for chunk in chunks:
-                sent[rank] += sum(
-                    HEADER_BYTES + n for owner, n in enumerate(chunk) if owner != rank
-                )
+                sizes = message_sizes(chunk, equal=False)
+                sent[rank] += sum(sizes) - sizes[rank]
             sent[rank] += bool(chunks) * (world_size - 1) * HEADER_BYTES  # commits
     return sent
 
@@ -118,14 +117,16 @@ def gathered_bytes_per_step(
     buckets: Sequence[Sequence[int]],
     world_size: int,
     dtype: str = "float32",
-) -> int:
+) -> list[int]:
     """What each rank sends to others when all buckets are all-gathered on a host."""
-    sent = 0
+    sent = [0] * world_size
     for bucket in buckets:
         chunks = _chunks_in_turns(sizes, codecs, owners, bucket, world_size, CHUNK_BYTES, dtype)
-        sent += sum(HEADER_BYTES + max(chunk) for chunk in chunks)
-        sent += bool(chunks) * HEADER_BYTES  # commits
-    return sent * (world_size - 1)
+        gathered = [message_sizes(chunk, equal=True) for chunk in chunks]
+        for rank in range(world_size):
+            to_each = sum(each[rank] for each in gathered) + bool(chunks) * HEADER_BYTES  # commits
+            sent[rank] += to_each * (world_size - 1)
+    return sent
 
 
 def _chunks_in_turns(
@@ -150,7 +151,8 @@ def _chunks_in_turns(
     for turn in range(max(map(len, queues.values()), default=0)):
         tiles = [(*queue[turn], owner) for owner, queue in queues.items() if turn < len(queue)]
         for _, payload, owner in sorted(tiles):
-            if not chunks or chunks[-1][owner] + payload > chunk_bytes:
+            most = chunk_bytes if chunks and chunks[-1][owner] else payload
+            if not chunks or chunks[-1][owner] + payload > most:
                 chunks.append([0] * world_size)
             chunks[-1][owner] += payload
     return chunks
