@@ -12,7 +12,6 @@
 #include "threads.h"
 
 namespace gradferry {
-
 namespace {
 
 bool are_equal(const std::vector<int64_t>& sizes) {
@@ -44,8 +43,8 @@ Pending CarrierLane::all_to_all(at::Tensor receive, std::vector<int64_t> receive
                                 at::Tensor send, std::vector<int64_t> send_bytes) {
   if (receive.numel() == 0 && send.numel() == 0) return c10::make_intrusive<NothingToSend>();
   const at::ThreadLocalStateGuard guard(*clean_);
-  // Every rank sends the same sizes, so all of them leave the sizes out, or none does.
-  if (are_equal(send_bytes)) {
+  // All ranks send or receive the same sizes, so all of them leave the sizes out, or none does.
+  if (are_equal(send_bytes) && are_equal(receive_bytes)) {
     send_bytes.clear();
     receive_bytes.clear();
   }
@@ -64,11 +63,8 @@ Pending CarrierLane::all_gather(at::Tensor receive, std::vector<int64_t> receive
     return std::visit([&](auto& on) { return post_all_gather(*on, receive, send); }, carrier_);
   }
   if (receive.is_cpu()) {
-    at::Tensor copies = send.repeat({world_size_});
-    std::vector<int64_t> send_bytes(world_size_, send.numel());
-    return std::visit(
-        [&](auto& on) { return post_all_to_all(*on, receive, copies, receive_bytes, send_bytes); },
-        carrier_);
+    return all_to_all(receive, receive_bytes, send.repeat({world_size_}),
+                      std::vector<int64_t>(world_size_, send.numel()));
   }
   std::vector<at::Tensor> parts = receive.split_with_sizes(receive_bytes);
   std::vector<at::Tensor> sent(world_size_, send);

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <array>
-#include <numeric>
+#include <span>
 #include <utility>
 
 #include "protocol/messages.h"
@@ -78,8 +78,7 @@ DeviceExchange::DeviceSlot DeviceExchange::make_slot(const Workspace& workspace)
   slot.scatter_receive = context_.make_buffer(workspace.receive_bytes);
   if (!gathers_) return slot;
   slot.gather_send = context_.make_buffer(workspace.own_message_bytes);
-  slot.gathered = workspace.shared_receive ? slot.scatter_receive
-                                           : context_.make_buffer(workspace.gathered_bytes);
+  slot.gathered = context_.make_buffer(workspace.gathered_bytes);
   return slot;
 }
 
@@ -111,7 +110,7 @@ void DeviceExchange::enqueue(DeviceJob& job) {
     if (is_due(0)) {
       begin(job, at_chunk(i), chunks[i]);
       if (kept != nullptr) {
-        const uint64_t size = gathered_bytes(chunks[i]);
+        const uint64_t size = total_bytes(chunks[i].plan->rails.front().gathered);
         at_chunk(i).gathered = kept->gathered.part(kept_begin, size);
         kept_begin += size;
       }
@@ -277,24 +276,24 @@ void DeviceExchange::reduce(DeviceJob& job, DeviceChunkJob& chunk) {
                   context_.finish_stream);
   }
   const TimedRange timed("gradferry::reduce", job.event.reduce_ns);
-  Forward forwarded;
-  if (!nodes_.is_flat()) forwarded = planned.plan->forward[local_index_];
+  PlannedMessage own{}, forwarded{};
+  if (has_peers) own = planned.plan->rails[local_index_].gathered[nodes_.node_of(options_.rank)];
+  if (!nodes_.is_flat()) forwarded = planned.plan->forwarded[local_index_];
   chunk_kernels().reduce(
       {.chunk = chunk_of(job, envelope(job, chunk, Phase::kScatter), planned.reduce,
                          finish_progress_, context_.finish_stream),
        .received = received_in(job, planned.scatter.received, slot.scatter_receive, verdicts_),
        .gain = nullptr,
        .residual = context_.residuals->owner(),
-       .payload_bytes = planned.own.payload_bytes,
+       .payload_bytes = own.payload_bytes,
        // A message of a header alone, which is not sent, has its place here, too.
        .out = has_peers ? bytes(slot.gather_send) : nullptr,
        .findings = context_.findings_on_device(),
        .from_siblings =
            received_in(job, planned.siblings.from_others, slot.dense_receive, sibling_verdicts_),
-       .forward_payload_bytes = nodes_.is_flat() ? 0 : forwarded.message_bytes - kHeaderBytes,
+       .forward_payload_bytes = forwarded.payload_bytes,
        .forward = nodes_.is_flat() ? nullptr : bytes(slot.gathered) + forwarded.start});
-  // From here on E may reuse its buffers of the slot, unless decode reads what was sent, or what is
-  // received next lies where decode reads.
+  // From here on E may reuse its buffers of the slot, unless decode reads what was sent.
   if (!freed_by_decode(planned)) chunk.slot->free.record(context_.finish_stream);
   if (has_peers) post_gather(chunk, context_.finish_stream);
 }
@@ -319,11 +318,10 @@ void DeviceExchange::accumulate(DeviceJob& job, DeviceChunkJob& chunk) {
 
 // Into the message to siblings, behind its header, or to where decode reads at once.
 void DeviceExchange::post_gather(DeviceChunkJob& chunk, const c10::Stream& stream) {
-  const DeviceChunk& planned = *chunk.chunk;
-  const uint64_t begin = planned.plan->rails[local_index_].gathered.front().start;
+  const auto& messages = chunk.chunk->plan->rails[local_index_].gathered;
   chunk.gather = context_.transport->all_gather(
-      Among::kPeers, chunk.gathered.part(begin, gathered_bytes(planned)), planned.gather_bytes,
-      chunk.slot->gather_send, stream);
+      Among::kPeers, chunk.gathered.part(messages.front().start, total_bytes(messages)),
+      sizes_of(messages), chunk.slot->gather_send, stream);
 }
 
 // On F, which has nothing to do here but to wait: the next chunk's all-to-all, for which it waits
@@ -334,9 +332,11 @@ void DeviceExchange::forward(DeviceJob& job, DeviceChunkJob& chunk) {
     context_.wait(job, chunk.gather, Phase::kGather, chunk.number, context_.finish_stream);
   }
   const DeviceSlot& slot = *chunk.slot;
-  const Forward& own = chunk.chunk->plan->forward[local_index_];
+  const std::vector<PlannedMessage>& messages = chunk.chunk->plan->forwarded;
+  const PlannedMessage& own = messages[local_index_];
   chunk.forward = context_.transport->all_gather(
-      Among::kSiblings, slot.gathered, chunk.chunk->forward_bytes,
+      Among::kSiblings, slot.gathered,
+      sizes_of(std::span(messages).first(nodes_.siblings(options_.rank).size())),
       slot.gathered.part(own.start, own.message_bytes), context_.finish_stream);
 }
 
@@ -374,7 +374,7 @@ void DeviceExchange::decode_kept(DeviceJob& job) {
   uint64_t begin = 0;
   uint64_t number = kept.first_chunk;
   for (const DeviceChunk& planned : job.plan->chunks()) {
-    const uint64_t size = gathered_bytes(planned);
+    const uint64_t size = total_bytes(planned.plan->rails.front().gathered);
     const DeviceChunkJob chunk{.chunk = &planned,
                                .slot = nullptr,
                                .number = number++,
@@ -388,16 +388,13 @@ void DeviceExchange::decode_kept(DeviceJob& job) {
   }
 }
 
-// The messages of all owners of this rank's rail.
-uint64_t DeviceExchange::gathered_bytes(const DeviceChunk& planned) {
-  return std::accumulate(planned.gather_bytes.begin(), planned.gather_bytes.end(), uint64_t{0});
-}
-
 DeviceExchange::KeptMessages& DeviceExchange::kept_for(const DevicePlan& plan) {
   const auto found = kept_.find(&plan);
   if (found != kept_.end()) return found->second;
   uint64_t num_bytes = 0;
-  for (const DeviceChunk& planned : plan.chunks()) num_bytes += gathered_bytes(planned);
+  for (const DeviceChunk& planned : plan.chunks()) {
+    num_bytes += total_bytes(planned.plan->rails.front().gathered);
+  }
   const c10::StreamGuard guard(context_.encode_stream);  // the gather is posted behind E
   KeptMessages made{.gathered = context_.make_buffer(num_bytes), .step = 0, .first_chunk = 0};
   KeptMessages& kept = kept_.emplace(&plan, std::move(made)).first->second;

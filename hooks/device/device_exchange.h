@@ -65,7 +65,7 @@ class DeviceExchange {
   };
 
   bool freed_by_decode(const DeviceChunk& planned) const {
-    return planned.worker_residual || slots_.size() == 1 || !scatters_;
+    return planned.worker_residual || !scatters_;
   }
   DeviceSlot make_slot(const Workspace& workspace) const;
   Behind stages() const;
@@ -81,7 +81,6 @@ class DeviceExchange {
   void forward(DeviceJob& job, DeviceChunkJob& chunk);
   void decode(DeviceJob& job, DeviceChunkJob& chunk);
   void decode_gathered(DeviceJob& job, const DeviceChunkJob& chunk, const DeviceSlot& slot) const;
-  static uint64_t gathered_bytes(const DeviceChunk& planned);
   KeptMessages& kept_for(const DevicePlan& plan);
   std::byte* sum_of(const DeviceSlot& slot) const;
   Envelope envelope(const DeviceJob& job, const DeviceChunkJob& chunk, Phase phase) const;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 
 namespace gradferry {
 namespace {
@@ -68,43 +69,20 @@ class ChunkTables {
   DeviceChunk add(const std::vector<ChunkCodec>& codecs) {
     if (!nodes_.is_flat()) add_siblings();
     if (averages_ && nodes_.is_leader(rank_)) add_peers();
-    if (gathers_ && nodes_.is_leader(rank_)) {
-      chunk_.own = plan_.rails[rail_].gathered[node_];
-      for (const Gathered& message : plan_.rails[rail_].gathered) {
-        chunk_.gather_bytes.push_back(message.message_bytes);
-      }
-    }
-    if (!averages_ && chunk_.own.message_bytes != 0) {
-      chunk_.scatter.sent =
-          writer_.add<Message>({{0, chunk_.own.payload_bytes, rank_, Phase::kGather, 0}});
-    }
     if (gathers_) add_gathered();
     add_stages(codecs);
     return std::move(chunk_);
   }
 
  private:
-  uint32_t dense_bytes(uint32_t local_index) const {
-    if (local_index >= plan_.rails.size()) return 0;
-    return plan_.rails[local_index].num_elements * item_bytes(plan_.dtype);
-  }
-
   void add_siblings() {
     const std::vector<uint32_t>& ranks = nodes_.siblings(rank_);
-    DeviceScatter& scatter = chunk_.siblings.scatter;
-    const uint32_t own_bytes = dense_bytes(rail_);
-    std::vector<Message> sent, received, from_others;
-    uint32_t offset = 0;
-    for (uint32_t i = 0; i < ranks.size(); ++i) {
-      const uint32_t dense = dense_bytes(i);
-      sent.push_back({offset, dense, rank_, Phase::kLocalScatter, 0});
-      received.push_back(
-          {i * (kHeaderBytes + own_bytes), own_bytes, ranks[i], Phase::kLocalScatter, 0});
-      if (i != rail_) from_others.push_back(received.back());
-      scatter.send_bytes.push_back(kHeaderBytes + dense);
-      scatter.receive_bytes.push_back(kHeaderBytes + own_bytes);
-      offset += kHeaderBytes + dense;
-    }
+    const std::span sent = std::span(plan_.dense).first(ranks.size());
+    add_all_to_all(chunk_.siblings.scatter, sent, rail_, ranks, Phase::kLocalScatter);
+    std::vector<PlannedMessage> received = side_by_side(sent[rail_], ranks.size());
+    received[rail_] = {};
+    std::vector<Message> from_others;
+    add_messages(from_others, received, ranks, Phase::kLocalScatter);
     std::vector<ChunkPiece> to_others, own;
     for (uint32_t c = 0; c < plan_.rails.size(); ++c) {
       for (const Piece& piece : plan_.rails[c].pieces) {
@@ -112,53 +90,63 @@ class ChunkTables {
             .push_back({piece.gradient_offset, piece.num_elements, piece.offset, c, 0});
       }
     }
-    scatter.sent = writer_.add(sent);
-    scatter.received = writer_.add(received);
     chunk_.siblings.from_others = writer_.add(from_others);
     chunk_.siblings.sent = writer_.add(to_others);
     chunk_.siblings.own = writer_.add(own);
   }
 
   void add_peers() {
-    const std::vector<uint32_t> peers = nodes_.peers(rail_);
-    const Shard& own = plan_.shards[node_];
+    sent_as_ = add_all_to_all(chunk_.scatter, plan_.scattered, node_, nodes_.peers(rail_),
+                              Phase::kScatter);
+  }
+
+  // What this rank, at `place` among `ranks`, sends to each of them; all send it the same size.
+  std::vector<uint32_t> add_all_to_all(DeviceScatter& scatter,
+                                       std::span<const PlannedMessage> messages, uint32_t place,
+                                       const std::vector<uint32_t>& ranks, Phase phase) {
+    const std::vector<PlannedMessage> arriving = side_by_side(messages[place], ranks.size());
     std::vector<Message> sent, received;
-    uint32_t offset = 0;
-    for (uint32_t p = 0; p < peers.size(); ++p) {
-      const Shard& shard = plan_.shards[p];
-      sent_as_.push_back(static_cast<uint32_t>(sent.size()));
-      if (shard.scatter_bytes != 0) {
-        sent.push_back({offset, shard.worker_bytes, rank_, Phase::kScatter, 0});
-      }
-      if (own.scatter_bytes != 0) {
-        received.push_back({p * own.scatter_bytes, own.worker_bytes, peers[p], Phase::kScatter, 0});
-      }
-      chunk_.scatter.send_bytes.push_back(shard.scatter_bytes);
-      chunk_.scatter.receive_bytes.push_back(own.scatter_bytes);
-      offset += shard.scatter_bytes;
+    std::vector<uint32_t> sent_as =
+        add_messages(sent, messages, std::vector<uint32_t>(ranks.size(), rank_), phase);
+    add_messages(received, arriving, ranks, phase);
+    scatter = {writer_.add(sent), writer_.add(received), sizes_of(messages), sizes_of(arriving)};
+    return sent_as;
+  }
+
+  static std::vector<PlannedMessage> side_by_side(const PlannedMessage& message, size_t number) {
+    std::vector<PlannedMessage> messages(number, message);
+    for (uint32_t i = 0; i < number; ++i) messages[i].start = i * message.message_bytes;
+    return messages;
+  }
+
+  // Adds the messages of `ranks`, but those of no bytes. Returns where in `to` each one's stands.
+  static std::vector<uint32_t> add_messages(std::vector<Message>& to,
+                                            std::span<const PlannedMessage> messages,
+                                            const std::vector<uint32_t>& ranks, Phase phase) {
+    std::vector<uint32_t> numbers;
+    for (size_t i = 0; i < messages.size(); ++i) {
+      numbers.push_back(static_cast<uint32_t>(to.size()));
+      const auto& [payload_bytes, message_bytes, start] = messages[i];
+      if (message_bytes != 0) to.push_back({start, payload_bytes, ranks[i], phase, 0});
     }
-    chunk_.scatter.sent = writer_.add(sent);
-    chunk_.scatter.received = writer_.add(received);
+    return numbers;
   }
 
   void add_gathered() {
     for (uint32_t c = 0; c < plan_.rails.size(); ++c) {
-      const std::vector<uint32_t> peers = nodes_.peers(c);
-      for (uint32_t p = 0; p < peers.size(); ++p) {
-        const Gathered& message = plan_.rails[c].gathered[p];
-        gathered_as_.push_back(static_cast<uint32_t>(gathered_.size()));
-        if (message.message_bytes == 0) continue;
-        gathered_.push_back({message.start, message.payload_bytes, peers[p], Phase::kGather, 0});
-      }
+      gathered_as_.push_back(
+          add_messages(gathered_, plan_.rails[c].gathered, nodes_.peers(c), Phase::kGather));
+    }
+    if (!averages_) {
+      std::vector<Message> to_all;
+      sent_as_ = add_messages(to_all, side_by_side(plan_.rails[rail_].gathered[node_], 1), {rank_},
+                              Phase::kGather);
+      chunk_.scatter.sent = writer_.add(to_all);
     }
     std::vector<Message> all = gathered_;
     const std::vector<uint32_t>& siblings = nodes_.siblings(rank_);
-    for (uint32_t i = 0; !nodes_.is_flat() && i < siblings.size(); ++i) {
-      const Forward& forward = plan_.forward[i];
-      chunk_.forward_bytes.push_back(forward.message_bytes);
-      all.push_back(
-          {forward.start, forward.message_bytes - kHeaderBytes, siblings[i], Phase::kForward, 0});
-    }
+    const size_t forwarding = nodes_.is_flat() ? 0 : siblings.size();
+    add_messages(all, std::span(plan_.forwarded).first(forwarding), siblings, Phase::kForward);
     chunk_.gathered = writer_.add(all);
   }
 
@@ -166,7 +154,7 @@ class ChunkTables {
     std::vector<Tile> own;  // in the send buffer
     chunk_.encode = add_stage(writer_, plan_.encode, codecs, &PlannedBatch::worker_residual,
                               [&](ChunkTile& tile, uint32_t node) {
-                                tile.message = averages_ ? sent_as_[node] : 0;
+                                tile.message = sent_as_[node];
                                 if (averages_) own.push_back(tile.tile);
                               });
     chunk_.reduce = add_stage(writer_, plan_.reduce, codecs, &PlannedBatch::owner_residual,
@@ -176,8 +164,7 @@ class ChunkTables {
     chunk_.decode = add_stage(
         writer_, plan_.decode, codecs, &PlannedBatch::worker_residual,
         [&](ChunkTile& tile, uint32_t owner) {
-          tile.message =
-              gathered_as_[nodes_.local_index(owner) * nodes_.num_nodes() + nodes_.node_of(owner)];
+          tile.message = gathered_as_[nodes_.local_index(owner)][nodes_.node_of(owner)];
           tile.tile.message_offset =
               tile.tile.payload_offset - gathered_[tile.message].offset - kHeaderBytes;
           if (next == own.size()) return;  // of other rails
@@ -193,11 +180,11 @@ class ChunkTables {
   const ChunkPlan& plan_;
   const Nodes& nodes_;
   const uint32_t rank_, node_, rail_, sum_begin_;
-  const bool averages_;                // not an all-gather
-  const bool gathers_;                 // not a reduce-scatter
-  std::vector<Message> gathered_;      // of owners
-  std::vector<uint32_t> gathered_as_;  // which of these is an owner's, by rail and node
-  std::vector<uint32_t> sent_as_;      // which in scatter.sent is for a peer, by node
+  const bool averages_;                             // not an all-gather
+  const bool gathers_;                              // not a reduce-scatter
+  std::vector<Message> gathered_;                   // of owners
+  std::vector<std::vector<uint32_t>> gathered_as_;  // which is an owner's, by rail and node
+  std::vector<uint32_t> sent_as_;                   // which of scatter.sent is for a peer, by node
   DeviceChunk chunk_{};
 };
 

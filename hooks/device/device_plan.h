@@ -43,11 +43,8 @@ struct DeviceChunk {
   const ChunkPlan* plan;
   DeviceSiblings siblings;
   DeviceStage encode, reduce, decode;
-  bool worker_residual = false;        // some tiles have one, so that decode reads what was sent
-  DeviceScatter scatter;               // between peers, as what follows
-  Gathered own;                        // the message that this rank sends in the gather
-  std::vector<int64_t> gather_bytes;   // received from each peer
-  std::vector<int64_t> forward_bytes;  // and from each sibling
+  bool worker_residual = false;  // some tiles have one, so that decode reads what was sent
+  DeviceScatter scatter;         // between peers, as what follows
   // What decode checks: the messages of all owners and, behind them, those that siblings forward.
   // Empty in a reduce-scatter, as `decode` is.
   Table<Message> gathered;

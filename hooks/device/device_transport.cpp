@@ -139,22 +139,20 @@ Transfer StagedTransport::all_to_all(Among among, const DeviceBuffer& receive,
                                      const std::vector<int64_t>& send_bytes,
                                      const c10::Stream& stream) {
   to_host(send, sum(send_bytes), stream);
-  Transfer transfer;
-  transfer.work = post_all_to_all(among, receive.host, receive_bytes, send.host, send_bytes);
-  transfer.received = receive;
-  transfer.num_bytes = sum(receive_bytes);
-  return transfer;
+  return {.work = post_all_to_all(among, receive.host, receive_bytes, send.host, send_bytes),
+          .done = {},
+          .received = receive,
+          .num_bytes = sum(receive_bytes)};
 }
 
 Transfer StagedTransport::all_gather(Among among, const DeviceBuffer& receive,
                                      const std::vector<int64_t>& receive_bytes,
                                      const DeviceBuffer& send, const c10::Stream& stream) {
   to_host(send, receive_bytes[lane(among).rank()], stream);
-  Transfer transfer;
-  transfer.work = post_all_gather(among, receive.host, receive_bytes, send.host);
-  transfer.received = receive;
-  transfer.num_bytes = sum(receive_bytes);
-  return transfer;
+  return {.work = post_all_gather(among, receive.host, receive_bytes, send.host),
+          .done = {},
+          .received = receive,
+          .num_bytes = sum(receive_bytes)};
 }
 
 void StagedTransport::wait(Transfer& transfer, const c10::Stream& stream) {

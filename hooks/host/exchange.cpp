@@ -8,6 +8,8 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <numeric>
+#include <span>
 #include <utility>
 
 #include "lane.h"
@@ -49,11 +51,7 @@ Slot make_slot(const Workspace& workspace, SharedMemory* memory, uint64_t number
     slot.dense_place_bytes = workspace.dense_place_bytes;
     return slot;
   }
-  slot.gathered =
-      workspace.shared_receive ? slot.scatter_receive : untouched_zeros(workspace.gathered_bytes);
-  if (workspace.own_message_bytes != 0) {
-    slot.own_message = untouched_zeros(workspace.own_message_bytes);
-  }
+  slot.gathered = untouched_zeros(workspace.gathered_bytes);
   return slot;
 }
 
@@ -98,15 +96,10 @@ bool Exchange::has_come(const Pending& work) {
 
 // --- siblings: gradients
 
-uint64_t Exchange::dense_bytes(const Chunk& chunk, uint32_t local_index) const {
-  const auto& rails = chunk.plan->rails;
-  const uint64_t elements =
-      local_index < rails.size() ? rails[local_index].num_elements : uint64_t{0};
-  return elements * item_bytes(chunk.plan->dtype);
-}
-
-uint64_t Exchange::dense_message_bytes(const Chunk& chunk, uint32_t local_index) const {
-  return kHeaderBytes + (siblings_share(*chunk.slot) ? 0 : dense_bytes(chunk, local_index));
+std::vector<int64_t> Exchange::on_lane(const Chunk& chunk,
+                                       const std::vector<PlannedMessage>& all) const {
+  if (siblings_share(*chunk.slot)) return std::vector<int64_t>(siblings_.size(), kHeaderBytes);
+  return sizes_of(std::span(all).first(siblings_.size()));
 }
 
 std::byte* Exchange::dense_place(const Slot& slot, uint32_t sibling, uint32_t rail) const {
@@ -117,23 +110,20 @@ std::byte* Exchange::dense_place(const Slot& slot, uint32_t sibling, uint32_t ra
 
 std::byte* Exchange::dense_message(const Chunk& chunk, uint32_t rail) const {
   if (siblings_share(*chunk.slot)) return dense_place(*chunk.slot, local_index_, rail);
-  uint64_t offset = kHeaderBytes;
-  for (uint32_t i = 0; i < rail; ++i) offset += dense_message_bytes(chunk, i);
-  return bytes(chunk.slot->dense_send) + offset;
+  return bytes(chunk.slot->dense_send) + chunk.plan->dense[rail].start + kHeaderBytes;
 }
 
 // The numbers have no checksum: they do not leave the machine.
 void Exchange::post_local_scatter(Chunk& chunk, WireStatus status) {
-  std::vector<int64_t> send_bytes;
+  const std::vector<int64_t> send_bytes = on_lane(chunk, chunk.plan->dense);
   int64_t sent = 0;
   uint64_t given = 0;  // through memory or the lane
   for (uint32_t i = 0; i < siblings_.size(); ++i) {
-    const uint64_t dense = dense_bytes(chunk, i);
-    if (i != local_index_) given += kHeaderBytes + dense;
+    const PlannedMessage& message = chunk.plan->dense[i];
+    if (i != local_index_) given += message.message_bytes;
     write_header(bytes(chunk.slot->dense_send) + sent, envelope(chunk, Phase::kLocalScatter),
-                 status, static_cast<uint32_t>(dense), 0);
-    send_bytes.push_back(static_cast<int64_t>(dense_message_bytes(chunk, i)));
-    sent += send_bytes.back();
+                 status, message.payload_bytes, 0);
+    sent += send_bytes[i];
   }
   const int64_t mine = send_bytes[local_index_];
   count(0, given);
@@ -145,15 +135,15 @@ void Exchange::post_local_scatter(Chunk& chunk, WireStatus status) {
 
 const std::byte* Exchange::scattered_gradients(const Chunk& chunk, uint32_t sibling) const {
   if (siblings_share(*chunk.slot)) return dense_place(*chunk.slot, sibling, local_index_);
-  const uint64_t stride = dense_message_bytes(chunk, local_index_);
+  const uint64_t stride = chunk.plan->dense[local_index_].message_bytes;
   return bytes(chunk.slot->dense_receive) + sibling * stride + kHeaderBytes;
 }
 
 Fault Exchange::wait_local_scatter(Chunk& chunk) {
   wait(chunk.local_scatter, Phase::kLocalScatter, chunk.step, chunk.number);
   chunk.local_scatter.reset();
-  const auto dense = static_cast<uint32_t>(dense_bytes(chunk, local_index_));
-  const uint64_t stride = dense_message_bytes(chunk, local_index_);
+  const uint32_t dense = chunk.plan->dense[local_index_].payload_bytes;
+  const int64_t stride = on_lane(chunk, chunk.plan->dense)[local_index_];
   for (uint32_t i = 0; i < siblings_.size(); ++i) {
     if (i == local_index_) continue;
     const Fault fault =
@@ -169,33 +159,30 @@ Fault Exchange::wait_local_scatter(Chunk& chunk) {
 // One message to every owner.
 void Exchange::post_scatter(Chunk& chunk, WireStatus status,
                             const std::vector<uint64_t>& checksums) {
-  const auto& shards = chunk.plan->shards;
-  std::vector<int64_t> send_bytes(shards.size());
-  const int64_t mine = shards[node_].scatter_bytes;
-  const std::vector<int64_t> receive_bytes(shards.size(), mine);
-  int64_t offset = 0;
-  for (uint32_t node = 0; node < shards.size(); ++node) {
-    send_bytes[node] = shards[node].scatter_bytes;
-    if (send_bytes[node] == 0) continue;
-    write_header(bytes(chunk.slot->scatter_send) + offset, envelope(chunk, Phase::kScatter), status,
-                 shards[node].worker_bytes, checksums[node]);
-    offset += send_bytes[node];
+  const auto& messages = chunk.plan->scattered;
+  for (uint32_t node = 0; node < messages.size(); ++node) {
+    const PlannedMessage& message = messages[node];
+    if (message.message_bytes == 0) continue;
+    write_header(bytes(chunk.slot->scatter_send) + message.start, envelope(chunk, Phase::kScatter),
+                 status, message.payload_bytes, checksums[node]);
   }
-  count(static_cast<uint64_t>(offset - mine), 0);
+  const int64_t mine = messages[node_].message_bytes, all = total_bytes(messages);
+  count(static_cast<uint64_t>(all - mine), 0);
   chunk.scatter = lanes_.scatter->all_to_all(
-      chunk.slot->scatter_receive.narrow(0, 0, mine * static_cast<int64_t>(shards.size())),
-      receive_bytes, chunk.slot->scatter_send.narrow(0, 0, offset), send_bytes);
+      chunk.slot->scatter_receive.narrow(0, 0, mine * static_cast<int64_t>(messages.size())),
+      std::vector<int64_t>(messages.size(), mine), chunk.slot->scatter_send.narrow(0, 0, all),
+      sizes_of(messages));
 }
 
 Fault Exchange::wait_scatter(Chunk& chunk) {
   wait(chunk.scatter, Phase::kScatter, chunk.step, chunk.number);
   chunk.scatter.reset();
-  const Shard& own = chunk.plan->shards[node_];
-  for (uint32_t node = 0; node < nodes_.num_nodes(); ++node) {
-    if (node == node_ || own.scatter_bytes == 0) continue;
+  const PlannedMessage& own = chunk.plan->scattered[node_];
+  for (uint32_t node = 0; node < nodes_.num_nodes() && own.message_bytes != 0; ++node) {
+    if (node == node_) continue;
     const Fault fault = check_message(scattered_payload(chunk, node) - kHeaderBytes,
                                       envelope(chunk, Phase::kScatter), rails_[local_index_][node],
-                                      own.worker_bytes);
+                                      own.payload_bytes);
     if (fault) return fault;
   }
   return {};
@@ -203,19 +190,13 @@ Fault Exchange::wait_scatter(Chunk& chunk) {
 
 // Its own is where it was written: lanes need not copy it.
 const std::byte* Exchange::scattered_payload(const Chunk& chunk, uint32_t node) const {
-  const auto& shards = chunk.plan->shards;
-  if (node == node_) {
-    uint64_t offset = kHeaderBytes;
-    for (uint32_t p = 0; p < node; ++p) offset += shards[p].scatter_bytes;
-    return bytes(chunk.slot->scatter_send) + offset;
-  }
-  const uint64_t stride = shards[node_].scatter_bytes;
-  return bytes(chunk.slot->scatter_receive) + node * stride + kHeaderBytes;
+  const PlannedMessage& own = chunk.plan->scattered[node_];
+  if (node == node_) return bytes(chunk.slot->scatter_send) + own.start + kHeaderBytes;
+  return bytes(chunk.slot->scatter_receive) + uint64_t{node} * own.message_bytes + kHeaderBytes;
 }
 
 std::byte* Exchange::gather_message(const Chunk& chunk) const {
-  const Slot& slot = *chunk.slot;
-  return slot.own_message.defined() ? bytes(slot.own_message) : own_place(chunk);
+  return bytes(chunk.gathered) + own_gathered(chunk).start;
 }
 
 void Exchange::count(uint64_t to_peers, uint64_t to_siblings) {
@@ -231,32 +212,21 @@ Pending Exchange::post_to_all(Lane& lane, const at::Tensor& messages) {
 }
 
 void Exchange::post_gather(Chunk& chunk, WireStatus status, uint64_t checksum) {
-  const Gathered& own = own_gathered(chunk);
-  std::vector<int64_t> sizes;
-  int64_t total = 0;
-  for (const Gathered& message : chunk.plan->rails[local_index_].gathered) {
-    total += sizes.emplace_back(message.message_bytes);
-  }
+  const auto& messages = chunk.plan->rails[local_index_].gathered;
+  const PlannedMessage& own = own_gathered(chunk);
   if (own.message_bytes != 0) {
     write_header(gather_message(chunk), envelope(chunk, Phase::kGather), status, own.payload_bytes,
                  checksum);
   }
-  const Slot& slot = *chunk.slot;
-  const int64_t begin = chunk.plan->rails[local_index_].gathered.front().start;
   count(uint64_t{own.message_bytes} * (nodes_.num_nodes() - 1), 0);
   chunk.gather = lanes_.gather->all_gather(
-      chunk.gathered.narrow(0, begin, total), sizes,
-      slot.own_message.defined() ? slot.own_message.narrow(0, 0, own.message_bytes)
-                                 : chunk.gathered.narrow(0, own.start, own.message_bytes));
+      chunk.gathered.narrow(0, messages.front().start, total_bytes(messages)), sizes_of(messages),
+      chunk.gathered.narrow(0, own.start, own.message_bytes));
 }
 
 Fault Exchange::wait_gather(Chunk& chunk) {
   wait(chunk.gather, Phase::kGather, chunk.step, chunk.number);
   chunk.gather.reset();
-  // Lanes need not put it there.
-  if (chunk.slot->own_message.defined()) {
-    std::memcpy(own_place(chunk), gather_message(chunk), own_gathered(chunk).message_bytes);
-  }
   return check_gathered(chunk, local_index_);
 }
 
@@ -264,7 +234,7 @@ Fault Exchange::wait_gather(Chunk& chunk) {
 Fault Exchange::check_gathered(const Chunk& chunk, uint32_t rail) const {
   for (uint32_t node = 0; node < nodes_.num_nodes(); ++node) {
     const uint32_t source = rails_[rail][node];
-    const Gathered& message = chunk.plan->rails[rail].gathered[node];
+    const PlannedMessage& message = chunk.plan->rails[rail].gathered[node];
     if (source == agreement_.rank || message.message_bytes == 0) continue;
     const Fault fault =
         check_message(bytes(chunk.gathered) + message.start, envelope(chunk, Phase::kGather),
@@ -278,27 +248,18 @@ Fault Exchange::check_gathered(const Chunk& chunk, uint32_t rail) const {
 
 // Shared memory has what was gathered where decode reads it. The headers then travel where those of
 // the local scatter came, which were checked.
-Exchange::Forwarded Exchange::forwarded(const Chunk& chunk) const {
-  const Slot& slot = *chunk.slot;
-  const bool share = siblings_share(slot);
-  Forwarded forwarded;
-  int64_t total = 0;
-  for (uint32_t i = 0; i < siblings_.size(); ++i) {
-    if (i == local_index_) forwarded.own_start = total;
-    total += forwarded.sizes.emplace_back(share ? int64_t{kHeaderBytes}
-                                                : int64_t{chunk.plan->forward[i].message_bytes});
-  }
-  forwarded.messages = (share ? slot.dense_receive : chunk.gathered).narrow(0, 0, total);
-  return forwarded;
+at::Tensor Exchange::forwarded(const Chunk& chunk, const std::vector<int64_t>& sizes) const {
+  return (siblings_share(*chunk.slot) ? chunk.slot->dense_receive : chunk.gathered)
+      .narrow(0, 0, std::reduce(sizes.begin(), sizes.end()));
 }
 
 void Exchange::post_forward(Chunk& chunk, WireStatus status) {
-  const uint32_t forward_bytes = chunk.plan->forward[local_index_].message_bytes;
-  const auto [messages, sizes, own_start] = forwarded(chunk);
-  const at::Tensor own = messages.narrow(0, own_start, sizes[local_index_]);
-  write_header(bytes(own), envelope(chunk, Phase::kForward), status, forward_bytes - kHeaderBytes,
-               0);
-  count(0, uint64_t{forward_bytes} * (siblings_.size() - 1));
+  const PlannedMessage& planned = chunk.plan->forwarded[local_index_];
+  const std::vector<int64_t> sizes = on_lane(chunk, chunk.plan->forwarded);
+  const at::Tensor messages = forwarded(chunk, sizes);
+  const at::Tensor own = messages.split_with_sizes(sizes)[local_index_];
+  write_header(bytes(own), envelope(chunk, Phase::kForward), status, planned.payload_bytes, 0);
+  count(0, uint64_t{planned.message_bytes} * (siblings_.size() - 1));
   chunk.forward = lanes_.forward->all_gather(messages, sizes, own);
 }
 
@@ -306,12 +267,12 @@ void Exchange::post_forward(Chunk& chunk, WireStatus status) {
 Fault Exchange::wait_forward(Chunk& chunk) {
   wait(chunk.forward, Phase::kForward, chunk.step, chunk.number);
   chunk.forward.reset();
-  const auto [messages, sizes, own_start] = forwarded(chunk);
-  const std::byte* message = bytes(messages);
+  const std::vector<int64_t> sizes = on_lane(chunk, chunk.plan->forwarded);
+  const std::byte* message = bytes(forwarded(chunk, sizes));
   for (uint32_t i = 0; i < siblings_.size(); message += sizes[i++]) {
     if (i == local_index_) continue;
     Fault fault = check_unsummed_message(message, envelope(chunk, Phase::kForward), siblings_[i],
-                                         chunk.plan->forward[i].message_bytes - kHeaderBytes);
+                                         chunk.plan->forwarded[i].payload_bytes);
     if (!fault && i < nodes_.num_rails()) fault = check_gathered(chunk, i);
     if (fault) return fault;
   }

@@ -39,10 +39,9 @@ struct Slot {
   uint64_t dense_place_bytes = 0;        // apart
   at::Tensor sum;                        // of the node's gradients, of this rank's rail
   at::Tensor scatter_send, scatter_receive;
-  // What decode reads; may be scatter_receive, or what siblings share. Empty in a reduce-scatter,
-  // and where all that is gathered is kept.
+  // What decode reads; may be what siblings share. Empty in a reduce-scatter, and where all that is
+  // gathered is kept.
   at::Tensor gathered;
-  at::Tensor own_message;  // then: this rank's, which else is written to its place in `gathered`
 };
 
 // `memory`: null where siblings share none; else it has all slots, of which this is `number`.
@@ -133,30 +132,20 @@ class Exchange {
   Envelope envelope(const Chunk& chunk, Phase phase) const {
     return agreement_.envelope(chunk.step, chunk.number, phase, chunk.plan->tiles_hash);
   }
-  uint64_t dense_bytes(const Chunk& chunk, uint32_t local_index) const;
-  // The length of the message with them, on a lane.
-  uint64_t dense_message_bytes(const Chunk& chunk, uint32_t local_index) const;
+  // How long siblings' messages are on a lane: memory that they share has what follows headers.
+  std::vector<int64_t> on_lane(const Chunk& chunk, const std::vector<PlannedMessage>& all) const;
   // Where a sibling's gradients for a rail that is not its own begin.
   std::byte* dense_place(const Slot& slot, uint32_t sibling, uint32_t rail) const;
   // This rank's message in a gather.
-  const Gathered& own_gathered(const Chunk& chunk) const {
+  const PlannedMessage& own_gathered(const Chunk& chunk) const {
     return chunk.plan->rails[local_index_].gathered[node_];
   }
   Fault check_gathered(const Chunk& chunk, uint32_t rail) const;
-  // Where all-gathered messages have this rank's.
-  std::byte* own_place(const Chunk& chunk) const {
-    return bytes(chunk.gathered) + own_gathered(chunk).start;
-  }
   void count(uint64_t to_peers, uint64_t to_siblings);
   // Sends to all ranks.
   Pending post_to_all(Lane& lane, const at::Tensor& messages);
-  // The messages of all siblings, as the lane has them; their sizes, and where this rank's begins.
-  struct Forwarded {
-    at::Tensor messages;
-    std::vector<int64_t> sizes;
-    int64_t own_start = 0;
-  };
-  Forwarded forwarded(const Chunk& chunk) const;
+  // Where all siblings' messages of these sizes lie.
+  at::Tensor forwarded(const Chunk& chunk, const std::vector<int64_t>& sizes) const;
 
   Agreement agreement_;
   const Nodes& nodes_;

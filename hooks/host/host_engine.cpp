@@ -43,13 +43,6 @@ Workspace plan_host_workspace(const EngineOptions& options, const Layout& layout
                          .keeps_gathered = options.keep_gathered});
 }
 
-// The size of all owners' messages, with one rank per node.
-int64_t gathered_bytes(const ChunkPlan& chunk) {
-  int64_t sum = 0;
-  for (const Gathered& message : chunk.rails.front().gathered) sum += message.message_bytes;
-  return sum;
-}
-
 }  // namespace
 
 uint64_t shared_memory_bytes(const EngineOptions& options) {
@@ -145,7 +138,7 @@ void HostEngine::exchange(Bucket bucket) {
   const auto& chunks = job->plan->chunks;
   int64_t begin = 0;
   for (const ChunkPlan& chunk : chunks) {
-    const int64_t size = gathered_bytes(chunk);
+    const int64_t size = total_bytes(chunk.rails.front().gathered);
     send_chunk(job, chunk, &chunk == &chunks.back(),
                kept.defined() ? kept.narrow(0, begin, size) : at::Tensor());
     begin += size;
@@ -297,7 +290,7 @@ at::Tensor HostEngine::kept_messages(const BucketPlan& plan) {
   at::Tensor& kept = kept_[&plan];
   if (kept.defined()) return kept;
   int64_t num_bytes = 0;
-  for (const ChunkPlan& chunk : plan.chunks) num_bytes += gathered_bytes(chunk);
+  for (const ChunkPlan& chunk : plan.chunks) num_bytes += total_bytes(chunk.rails.front().gathered);
   kept = at::zeros({num_bytes}, at::TensorOptions().dtype(at::kByte));
   const std::lock_guard lock(life_.mutex);
   life_.stats.workspace_bytes += kept.nbytes();
@@ -312,7 +305,7 @@ bool HostEngine::decode_kept(const BucketPlan& plan, const at::Tensor& gradient)
   void* into = gradient.mutable_data_ptr();
   for (const ChunkPlan& chunk : plan.chunks) {
     sending_codecs_.decode({&chunk, 0, into, into}, messages, nullptr);
-    messages += gathered_bytes(chunk);
+    messages += total_bytes(chunk.rails.front().gathered);
   }
   return true;
 }
@@ -322,7 +315,7 @@ bool HostEngine::decode_kept(const BucketPlan& plan, const at::Tensor& gradient)
 // The peers get messages of the right size whatever happens here; the commit tells them why.
 void HostEngine::send_to_peers(ChunkJob& job, ChunkCodecs& codecs, WireStatus status) {
   BucketJob& bucket = *job.bucket;
-  std::vector<uint64_t> checksums(job.chunk.plan->shards.size(), 0);
+  std::vector<uint64_t> checksums(job.chunk.plan->scattered.size(), 0);
   int64_t encode_ns = 0;
   ResidualSquares squares;
   if (status == WireStatus::kOk) {

@@ -62,8 +62,8 @@ class Sockets : public std::enable_shared_from_this<Sockets> {
   Sockets(const Sockets&) = delete;
   Sockets& operator=(const Sockets&) = delete;
 
-  // `messages`: by rank, in the memory of `receive` and `send`; this rank's own, those of ranks that
-  // the lane leaves out, and those of no bytes are not moved.
+  // `messages`: by rank, in the memory of `receive` and `send`; this rank's own, those of ranks
+  // that the lane leaves out, and those of no bytes are not moved.
   Pending post(size_t lane, at::Tensor receive, at::Tensor send,
                const std::vector<Messages>& messages);
 

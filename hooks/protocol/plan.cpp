@@ -81,27 +81,26 @@ PlannedBatch& batch_for(std::vector<PlannedBatch>& batches, const BucketTile& ti
   return batches.emplace_back(PlannedBatch{codec, worker, owner, {}, {}});
 }
 
-// The sizes of messages with these payloads, which a chunk has in one stage. `equal`: of one size
-// if that costs little: backends have their own collectives for those, and send any others one by
-// one. A message without tiles is a header, which tells ranks that do different things; where such
-// headers cost more than a little, there is no message.
-std::vector<uint32_t> message_sizes(const std::vector<uint32_t>& payloads, bool equal) {
-  uint64_t sum = 0, longest = 0, empty = 0;
+// The messages of a chunk in one stage that have these payloads, one after the other. `equal`: of
+// one size if that costs little: backends have their own collectives for those, and send any others
+// one by one.
+std::vector<PlannedMessage> messages_with(const std::vector<uint32_t>& payloads, bool equal,
+                                          uint64_t most_empty = kMostWithoutTiles) {
+  const bool sends_empty = std::cmp_less_equal(std::ranges::count(payloads, 0), most_empty);
+  uint64_t sum = 0, longest = 0;
+  std::vector<PlannedMessage> messages;
   for (const uint32_t payload : payloads) {
-    sum += payload == 0 ? 0 : kHeaderBytes + uint64_t{payload};
-    longest = std::max<uint64_t>(longest, kHeaderBytes + uint64_t{payload});
-    empty += payload == 0 ? 1 : 0;
+    const uint32_t size = payload != 0 || sends_empty ? kHeaderBytes + payload : 0;
+    messages.push_back({payload, size, static_cast<uint32_t>(sum)});
+    sum += size;
+    longest = std::max<uint64_t>(longest, size);
   }
-  const bool sends_empty = empty <= kPaddingPart && empty * kHeaderBytes * kPaddingPart <= sum;
-  if (sends_empty) sum += empty * kHeaderBytes;
-  std::vector<uint32_t> sizes;
-  for (const uint32_t payload : payloads) {
-    sizes.push_back(payload == 0 && !sends_empty ? 0 : kHeaderBytes + payload);
+  if (!equal || (messages.size() * longest - sum) * kPaddingPart > sum) return messages;
+  for (uint32_t i = 0; i < messages.size(); ++i) {
+    messages[i].message_bytes = static_cast<uint32_t>(longest);
+    messages[i].start = i * messages[i].message_bytes;
   }
-  if (equal && (sizes.size() * longest - sum) * kPaddingPart <= sum) {
-    std::ranges::fill(sizes, static_cast<uint32_t>(longest));
-  }
-  return sizes;
+  return messages;
 }
 
 // FNV-1a of 64 bits, over whole tile numbers instead of bytes.
@@ -111,57 +110,38 @@ uint64_t hash_of(std::span<const BucketTile> tiles) {
   return hash;
 }
 
-// How large a chunk is so far.
-class ChunkSizes {
- public:
-  ChunkSizes(const Layout& layout, const PlanOptions& options)
-      : nodes_(layout.nodes()),
-        options_(options),
-        owners_(nodes_.world_size()),
-        rails_(nodes_.num_rails()) {}
-
-  // False if the tile belongs to the next chunk. Any chunk takes its first tile, and of every owner
-  // the first.
-  bool add(const BucketTile& tile) {
-    Sizes& owner = owners_[tile.owner];
-    Sizes& rail = rails_[nodes_.local_index(tile.owner)];
-    const uint64_t header = owner.is_empty ? kHeaderBytes : 0;
-    const uint64_t dense = uint64_t{piece_elements(tile)} * item_bytes(tile.parameter->dtype);
-    const bool exceeds = owner.worker + tile.worker_bytes > options_.chunk_bytes ||
-                         owner.owner + tile.owner_bytes > options_.chunk_bytes;
-    const bool is_full = rail.worker + header + tile.worker_bytes > options_.rail_bytes ||
-                         rail.owner + header + tile.owner_bytes > options_.rail_bytes ||
-                         (!nodes_.is_flat() && rail.dense + dense > options_.dense_bytes);
-    if ((exceeds && !owner.is_empty) || (is_full && !is_empty_)) return false;
-    for (Sizes* sizes : {&owner, &rail}) {
-      sizes->worker += header + tile.worker_bytes;
-      sizes->owner += header + tile.owner_bytes;
-      sizes->dense += dense;
-      sizes->is_empty = false;
-    }
-    owner.worker -= header;
-    owner.owner -= header;
-    is_empty_ = false;
-    return true;
-  }
-
-  void clear() {
-    std::ranges::fill(owners_, Sizes{});
-    std::ranges::fill(rails_, Sizes{});
-    is_empty_ = true;
-  }
-
- private:
-  // Bytes: payloads of an owner, messages of a rail; and gradients.
+// How many of these tiles are the next chunk: always the first, and of every owner the first unless
+// its rail is full.
+size_t tiles_of_chunk(const Layout& layout, std::span<const BucketTile> tiles,
+                      const PlanOptions& options) {
   struct Sizes {
-    uint64_t worker = 0, owner = 0, dense = 0;
-    bool is_empty = true;
+    uint64_t worker = 0, owner = 0, dense = 0;  // messages in each stage, and gradients
   };
-  const Nodes& nodes_;
-  const PlanOptions& options_;
-  std::vector<Sizes> owners_, rails_;
-  bool is_empty_ = true;
-};
+  const Nodes& nodes = layout.nodes();
+  std::vector<Sizes> owners(nodes.world_size()), rails(nodes.num_rails());
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    const BucketTile& tile = tiles[i];
+    Sizes& owner = owners[tile.owner];
+    Sizes& rail = rails[nodes.local_index(tile.owner)];
+    const uint64_t header = owner.dense == 0 ? kHeaderBytes : 0;
+    const uint64_t worker = header + tile.worker_bytes, gathered = header + tile.owner_bytes;
+    const uint64_t dense = uint64_t{piece_elements(tile)} * item_bytes(tile.parameter->dtype);
+    const auto exceed = [&](const Sizes& sizes, uint64_t most) {
+      return std::max(sizes.worker + worker, sizes.owner + gathered) > most;
+    };
+    if (header == 0 && exceed(owner, kHeaderBytes + uint64_t{options.chunk_bytes})) return i;
+    if (i != 0 && (exceed(rail, options.rail_bytes) ||
+                   (!nodes.is_flat() && rail.dense + dense > options.dense_bytes))) {
+      return i;
+    }
+    for (Sizes* sizes : {&owner, &rail}) {
+      sizes->worker += worker;
+      sizes->owner += gathered;
+      sizes->dense += dense;
+    }
+  }
+  return tiles.size();
+}
 
 // Where the tiles of a chunk lie in its messages.
 class ChunkPlanner {
@@ -177,13 +157,19 @@ class ChunkPlanner {
     chunk_.dtype = tiles.front().parameter->dtype;
     chunk_.tiles_hash = hash_of(tiles);
     chunk_.rails.resize(nodes_.num_rails());
-    chunk_.shards.resize(nodes_.num_nodes());
   }
 
   ChunkPlan plan() {
     size_messages();
     // Those of this rank's rail first: where `decode` undoes, it needs the batch of `encode`.
     for (const BucketTile& tile : tiles_) place(tile);
+    if (!nodes_.is_flat()) {
+      std::vector<uint32_t> dense(nodes_.most_siblings(), 0);
+      for (uint32_t i = 0; i < chunk_.rails.size(); ++i) {
+        dense[i] = chunk_.rails[i].num_elements * item_bytes(chunk_.dtype);
+      }
+      chunk_.dense = messages_with(dense, /*equal=*/false, dense.size());
+    }
     for (std::vector<PlannedBatch>* batches : {&own_decode_, &other_decode_}) {
       std::move(batches->begin(), batches->end(), std::back_inserter(chunk_.decode));
     }
@@ -192,65 +178,36 @@ class ChunkPlanner {
 
  private:
   void size_messages() {
-    std::vector<uint32_t> owner_bytes(nodes_.world_size(), 0);
+    std::vector<uint32_t> to_owner(nodes_.world_size(), 0), from_owner(nodes_.world_size(), 0);
     for (const BucketTile& tile : tiles_) {
-      owner_bytes[tile.owner] += tile.owner_bytes;
-      if (nodes_.local_index(tile.owner) != own_rail_) continue;
-      Shard& shard = chunk_.shards[nodes_.node_of(tile.owner)];
-      shard.worker_bytes += tile.worker_bytes;
-      shard.owner_bytes += tile.owner_bytes;
+      to_owner[tile.owner] += tile.worker_bytes;
+      from_owner[tile.owner] += tile.owner_bytes;
     }
-    if (scatters(options_.collective)) size_scatter_messages();
-    if (gathers(options_.collective)) size_gather_messages(owner_bytes);
-  }
-
-  void size_scatter_messages() {
-    std::vector<uint32_t> payloads;
-    for (const Shard& shard : chunk_.shards) payloads.push_back(shard.worker_bytes);
-    const std::vector<uint32_t> sizes = message_sizes(payloads, options_.equal_scatter);
-    uint32_t start = 0;
-    for (size_t node = 0; node < sizes.size(); ++node) {
-      chunk_.shards[node].scatter_bytes = sizes[node];
-      message_start_.push_back(std::exchange(start, start + sizes[node]));
-    }
-  }
-
-  void size_gather_messages(const std::vector<uint32_t>& owner_bytes) {
-    for (uint32_t rail = 0; rail < nodes_.num_rails(); ++rail) {
+    const auto between_peers = [&](uint32_t rail, const std::vector<uint32_t>& by_owner,
+                                   bool equal) {
       std::vector<uint32_t> payloads;
-      for (const uint32_t peer : nodes_.peers(rail)) payloads.push_back(owner_bytes[peer]);
-      const std::vector<uint32_t> sizes = message_sizes(payloads, /*equal=*/true);
-      for (size_t node = 0; node < sizes.size(); ++node) {
-        chunk_.rails[rail].gathered.push_back({payloads[node], sizes[node], 0});
+      for (const uint32_t peer : nodes_.peers(rail)) payloads.push_back(by_owner[peer]);
+      return messages_with(payloads, equal);
+    };
+    if (scatters(options_.collective) && nodes_.is_leader(options_.rank)) {
+      chunk_.scattered = between_peers(own_rail_, to_owner, options_.equal_scatter);
+    }
+    if (!gathers(options_.collective)) return;
+    // As if every node had as many ranks as the largest.
+    std::vector<uint32_t> gathered(nodes_.most_siblings(), 0);
+    for (uint32_t i = 0; i < chunk_.rails.size(); ++i) {
+      chunk_.rails[i].gathered = between_peers(i, from_owner, /*equal=*/true);
+      gathered[i] = static_cast<uint32_t>(total_bytes(chunk_.rails[i].gathered));
+    }
+    if (nodes_.is_flat()) return;
+    chunk_.forwarded = messages_with(gathered, /*equal=*/true, gathered.size());
+    for (PlannedMessage& message : chunk_.forwarded) {
+      message.payload_bytes = message.message_bytes - kHeaderBytes;  // padding cannot be told apart
+    }
+    for (uint32_t i = 0; i < chunk_.rails.size(); ++i) {
+      for (PlannedMessage& message : chunk_.rails[i].gathered) {
+        message.start += chunk_.forwarded[i].start + kHeaderBytes;
       }
-    }
-    if (!nodes_.is_flat()) size_forwarded_messages();
-    for (uint32_t rail = 0; rail < nodes_.num_rails(); ++rail) {
-      uint32_t start = nodes_.is_flat() ? 0 : chunk_.forward[rail].start + kHeaderBytes;
-      for (Gathered& message : chunk_.rails[rail].gathered) {
-        message.start = std::exchange(start, start + message.message_bytes);
-      }
-    }
-  }
-
-  // As if every node had as many ranks as the largest. A rank without a rail has gathered nothing.
-  void size_forwarded_messages() {
-    std::vector<uint32_t> payloads(nodes_.most_siblings(), 0);
-    for (uint32_t rail = 0; rail < nodes_.num_rails(); ++rail) {
-      for (const Gathered& message : chunk_.rails[rail].gathered) {
-        payloads[rail] += message.message_bytes;
-      }
-    }
-    uint64_t sum = 0, longest = 0;
-    for (const uint32_t payload : payloads) {
-      sum += kHeaderBytes + uint64_t{payload};
-      longest = std::max<uint64_t>(longest, kHeaderBytes + uint64_t{payload});
-    }
-    const bool equal = (payloads.size() * longest - sum) * kPaddingPart <= sum;
-    uint32_t start = 0;
-    for (const uint32_t payload : payloads) {
-      const uint32_t size = equal ? static_cast<uint32_t>(longest) : kHeaderBytes + payload;
-      chunk_.forward.push_back({std::exchange(start, start + size), size});
     }
   }
 
@@ -284,7 +241,7 @@ class ChunkPlanner {
     } else if (is_own) {
       add(chunk_.encode, node,
           {tile.id, gradient_offset, tile.worker_residual, tile.num_elements,
-           message_start_[node] + kHeaderBytes + in_worker, arrives_at, in_worker});
+           chunk_.scattered[node].start + kHeaderBytes + in_worker, arrives_at, in_worker});
     }
     if (scatters(options_.collective) && tile.owner == options_.rank) {
       add(chunk_.reduce, node,
@@ -301,13 +258,23 @@ class ChunkPlanner {
   const std::span<const BucketTile> tiles_;
   const PlanOptions& options_;
   const uint32_t own_rail_;
-  std::vector<uint32_t> message_start_;         // of the scatter messages, by node
   std::vector<uint32_t> in_worker_, in_owner_;  // payload bytes so far, by owner
   std::vector<PlannedBatch> own_decode_, other_decode_;
   ChunkPlan chunk_{};
 };
 
 }  // namespace
+
+std::vector<int64_t> sizes_of(std::span<const PlannedMessage> messages) {
+  std::vector<int64_t> sizes;
+  for (const PlannedMessage& message : messages) sizes.push_back(message.message_bytes);
+  return sizes;
+}
+
+int64_t total_bytes(std::span<const PlannedMessage> messages) {
+  const PlannedMessage &first = messages.front(), &last = messages.back();
+  return int64_t{last.start} + last.message_bytes - first.start;
+}
 
 BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& parameters,
                      const PlanOptions& options) {
@@ -318,19 +285,11 @@ BucketPlan make_plan(const Layout& layout, const std::vector<uint32_t>& paramete
     plan.dtype = layout.parameters()[index].dtype;
   }
   const std::vector<BucketTile> tiles = tiles_of(layout, plan, options);
-  ChunkSizes sizes(layout, options);
-  size_t first = 0;
-  for (size_t i = 0; i < tiles.size(); ++i) {
-    if (!sizes.add(tiles[i])) {
-      plan.chunks.push_back(
-          ChunkPlanner(layout, std::span(tiles).subspan(first, i - first), options).plan());
-      first = i;
-      sizes.clear();
-      sizes.add(tiles[i]);
-    }
-  }
-  if (first < tiles.size()) {
-    plan.chunks.push_back(ChunkPlanner(layout, std::span(tiles).subspan(first), options).plan());
+  std::span<const BucketTile> left = tiles;
+  while (!left.empty()) {
+    const size_t number = tiles_of_chunk(layout, left, options);
+    plan.chunks.push_back(ChunkPlanner(layout, left.first(number), options).plan());
+    left = left.subspan(number);
   }
   return plan;
 }

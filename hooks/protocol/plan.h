@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "gradferry/codec.h"
@@ -30,19 +31,16 @@ struct PlannedBatch {
   std::vector<uint32_t> ranks;
 };
 
-// A peer's share of a chunk.
-struct Shard {
-  uint32_t worker_bytes = 0;   // payload of the scatter message to this peer
-  uint32_t scatter_bytes = 0;  // of that message: header, payload, padding; 0: there is none
-  uint32_t owner_bytes = 0;    // payload of the gather message from this peer, if there is one
+// A message of a chunk.
+struct PlannedMessage {
+  uint32_t payload_bytes;
+  uint32_t message_bytes;  // header, payload, padding; 0: there is no message
+  uint32_t start;          // in the send buffer; of what arrives, in what decode reads
 };
 
-// A message of a gather, between the peers of a rail.
-struct Gathered {
-  uint32_t payload_bytes = 0;
-  uint32_t message_bytes = 0;  // header, payload, padding; 0: there is no message
-  uint32_t start = 0;          // from the start of what decode reads
-};
+std::vector<int64_t> sizes_of(std::span<const PlannedMessage> messages);
+// Of messages that follow each other.
+int64_t total_bytes(std::span<const PlannedMessage> messages);
 
 // A tile on its way to its leader.
 struct Piece {
@@ -53,16 +51,9 @@ struct Piece {
 
 // The tiles of a rail in a chunk.
 struct Rail {
-  std::vector<Piece> pieces;  // empty with one rank per node
-  uint32_t num_elements = 0;  // of the message to the leader, with gaps
-  std::vector<Gathered>
-      gathered;  // from every peer to the others, by node; not in a reduce-scatter
-};
-
-// What a rank forwards to every sibling: a header, and what it has gathered.
-struct Forward {
-  uint32_t start = 0;  // of the message, from the start of what decode reads
-  uint32_t message_bytes = 0;
+  std::vector<Piece> pieces;             // empty with one rank per node
+  uint32_t num_elements = 0;             // of the message to the leader, with gaps
+  std::vector<PlannedMessage> gathered;  // from every peer to the others, by node
 };
 
 struct ChunkPlan {
@@ -71,8 +62,10 @@ struct ChunkPlan {
   // two buckets may have messages of the same sizes.
   uint64_t tiles_hash;
   std::vector<Rail> rails;
-  std::vector<Forward> forward;  // by sibling, of the largest node; empty with one rank per node
-  std::vector<Shard> shards;     // this rank's peers, by node
+  std::vector<PlannedMessage> scattered;  // to this rank's peers, by node
+  // To and from every sibling of the largest node: gradients of its rail, and what that has
+  // gathered. Empty with one rank per node.
+  std::vector<PlannedMessage> dense, forwarded;
   // The tiles of this rank's rail. gradient_offset counts in the bucket, or in the sum of the
   // node. payload_offset counts from the start of the send buffer, headers included; output_offset,
   // for undo, as payload_offset in `decode`. In an all-gather: the tiles that this rank owns, in
@@ -94,9 +87,11 @@ struct BucketPlan {
   std::vector<ChunkPlan> chunks;
 };
 
-// Padding of messages to one size is at most one part in this many of their bytes; and so are the
-// headers of ranks that own no tile of a chunk, of which there are at most as many.
+// Padding of messages to one size is at most one part in this many of their bytes.
 inline constexpr uint64_t kPaddingPart = 32;
+// To or from so many owners without tiles a message is a header, which tells ranks that do
+// different things; if there are more, such messages are not sent.
+inline constexpr uint64_t kMostWithoutTiles = 8;
 
 // Most bytes of gradient in a chunk that one rail has, where nodes have several ranks: what a
 // rank sends to a sibling. Less where memory is short, more on streams (dense_bytes_within()).

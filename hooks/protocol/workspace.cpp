@@ -5,7 +5,6 @@
 
 #include "gradferry/error.h"
 #include "gradferry/wire.h"
-#include "protocol/defaults.h"
 
 namespace gradferry {
 namespace {
@@ -23,7 +22,7 @@ uint64_t round_up(uint64_t number, uint64_t multiple) {
 uint64_t stage_bytes(const Nodes& nodes, const PlanOptions& plan, uint64_t message_bytes) {
   const uint64_t most = nodes.num_nodes() * message_bytes;
   const uint64_t with_tiles = std::min(most, std::max(plan.rail_bytes, message_bytes));
-  const uint64_t sent = with_tiles + kPaddingPart * kHeaderBytes;
+  const uint64_t sent = with_tiles + kMostWithoutTiles * kHeaderBytes;
   return std::min(most, sent + sent / kPaddingPart);
 }
 
@@ -81,35 +80,18 @@ uint64_t bytes_per_chunk(uint64_t workspace_cap_bytes) {
   return workspace_cap_bytes / 8 * 7 / kChunksWithinLimit;
 }
 
-// Whether a single slot fits; if not otherwise, with what a scatter and a gather receive in one.
-uint64_t least_bytes(Workspace& workspace, const Nodes& nodes, const PlanOptions& plan,
-                     const WorkspaceLimits& limits) {
-  workspace.slots = 1;
-  const uint64_t apart = workspace.bytes() + limits.other_bytes;
-  if (apart <= limits.cap_bytes || !nodes.is_flat() || plan.collective != Collective::kAllReduce) {
-    return apart;
-  }
-  workspace.shared_receive = true;
-  workspace.own_message_bytes = workspace.message_bytes;
-  workspace.receive_bytes = std::max(workspace.receive_bytes, workspace.gathered_bytes);
-  return workspace.bytes() + limits.other_bytes;
-}
-
-// The least limit, in MiB, within which a rank like this one can exchange: chunks grow with it.
-uint64_t least_cap_mb(const Layout& layout, PlanOptions plan, WorkspaceLimits limits,
-                      uint64_t needed) {
+// The least limit, in MiB, that allows this rank a slot: chunks grow with it.
+uint64_t least_cap_mb(const Layout& layout, PlanOptions plan, WorkspaceLimits limits) {
   const Nodes& nodes = layout.nodes();
-  while (needed > limits.cap_bytes) {
-    limits.cap_bytes = (needed + kMiB - 1) / kMiB * kMiB;
-    plan.chunk_bytes = chunk_bytes_within(limits.cap_bytes, nodes.world_size(),
-                                          std::max(plan.chunk_bytes, kChunkBytes));
+  const uint64_t siblings = nodes.siblings(layout.rank()).size();
+  while (true) {
+    const uint64_t needed = one_slot(layout, plan, limits, siblings).bytes() + limits.other_bytes;
+    if (needed <= limits.cap_bytes) return limits.cap_bytes / kMiB;
+    limits.cap_bytes = round_up(needed, kMiB);
     plan.rail_bytes = rail_bytes_within(limits.cap_bytes, nodes);
     plan.dense_bytes =
         dense_bytes_within(limits.cap_bytes, plan.chunk_bytes, nodes, plan.equal_scatter);
-    Workspace workspace = one_slot(layout, plan, limits, nodes.siblings(layout.rank()).size());
-    needed = least_bytes(workspace, nodes, plan, limits);
   }
-  return limits.cap_bytes / kMiB;
 }
 
 }  // namespace
@@ -151,15 +133,13 @@ Workspace plan_workspace(const Layout& layout, const PlanOptions& plan,
   const uint64_t left = limits.cap_bytes - std::min(limits.cap_bytes, limits.other_bytes);
   workspace.slots = std::clamp<uint64_t>(left / needed_by_most, 1, limits.most_slots);
   while (workspace.slots > 1 && !fits()) --workspace.slots;  // pages that fewer ranks share
-  if (!fits()) {
-    const uint64_t needed = least_bytes(workspace, nodes, plan, limits);
-    GRADFERRY_EXPECTS(
-        fits(), kConfig,
-        "the messages of one chunk between " + std::to_string(nodes.world_size()) + " ranks take " +
-            std::to_string(needed) + " bytes, more than the " + std::to_string(limits.cap_bytes) +
-            " that workspace_cap_mb allows; attach with " + "workspace_cap_mb=" +
-            std::to_string(least_cap_mb(layout, plan, limits, needed)) + ", or with codec='off'");
-  }
+  GRADFERRY_EXPECTS(fits(), kConfig,
+                    "the messages of one chunk between " + std::to_string(nodes.world_size()) +
+                        " ranks take " + std::to_string(workspace.bytes() + limits.other_bytes) +
+                        " bytes, more than the " + std::to_string(limits.cap_bytes) +
+                        " that workspace_cap_mb allows; attach with " +
+                        "workspace_cap_mb=" + std::to_string(least_cap_mb(layout, plan, limits)) +
+                        ", or with codec='off'");
   if (!nodes.is_leader(layout.rank())) drop_leaders_part(workspace);
   return workspace;
 }

@@ -47,16 +47,12 @@ struct Workspace {
   uint64_t shared_bytes = 0;
   uint64_t dense_place_bytes = 0;
   uint32_t num_siblings = 1;
-  // What a scatter and a gather receive lies in the same memory, one after the other; only with a
-  // single slot.
-  bool shared_receive = false;
   // Bytes of the message to all ranks; 0 where it is written to its place among those of all, which
   // shared memory does not allow: a reduce still reads there.
   uint64_t own_message_bytes = 0;
 
   // Bytes of a slot: of this rank, with its part of what is shared.
   uint64_t gathered_part() const {
-    if (shared_receive) return 0;
     return shared_bytes != 0 ? gathered_bytes / num_siblings : gathered_bytes;
   }
   uint64_t dense_bytes() const {

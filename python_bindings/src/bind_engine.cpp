@@ -259,7 +259,6 @@ py::dict workspace_dict(const BucketEngine& engine) {
   result["message_bytes"] = workspace.message_bytes;
   result["send_bytes"] = workspace.send_bytes;
   result["receive_bytes"] = workspace.receive_bytes;
-  result["shared_receive"] = workspace.shared_receive;
   result["own_message_bytes"] = workspace.own_message_bytes;
   result["siblings_share"] = workspace.shared_bytes != 0;
   result["gathered_bytes"] = workspace.gathered_part();

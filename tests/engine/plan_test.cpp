@@ -111,7 +111,7 @@ std::vector<uint32_t> scatter_sizes(uint64_t second_elements, uint32_t chunk_byt
                                      .residuals = false});
   EXPECT_EQ(plan.chunks.size(), 1);
   std::vector<uint32_t> sizes;
-  for (const Shard& shard : plan.chunks[0].shards) sizes.push_back(shard.scatter_bytes);
+  for (const PlannedMessage& m : plan.chunks[0].scattered) sizes.push_back(m.message_bytes);
   return sizes;
 }
 

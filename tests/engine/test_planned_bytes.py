@@ -134,7 +134,7 @@ def test_planned_bytes_are_those_of_the_reference(
 @pytest.mark.parametrize("codec", ["exact", "q4"])
 @pytest.mark.parametrize("members", [48, tuple((2 * i, 2 * i + 1) for i in range(24))])
 def test_planned_bytes_of_more_ranks_than_tiles(codec: str, members: Any) -> None:
-    """In two of three buckets: where more than 32 ranks own nothing, and where fewer do."""
+    """In two of three buckets: where more than 8 ranks own nothing, and where fewer do."""
     compare = test_planned_bytes_are_those_of_the_reference
     compare(codec, members, find_unused_parameters=False, warmup=None, on_streams=True)
 

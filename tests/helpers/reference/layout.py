@@ -20,7 +20,8 @@ MOST_DENSE_BYTES = 2 << 20
 FEWEST_DENSE_BYTES = 32 << 10
 PIECE_ELEMENTS = 16  # what tiles are rounded up to on their way to their leaders
 HEADER_BYTES = 64
-PART = 32  # padding, and headers without tiles, are at most one part in so many
+PADDING_PART = 32  # padding is at most one part in so many
+MOST_WITHOUT_TILES = 8  # owners, if they get and send headers
 FEWEST_COMPRESSED_ELEMENTS = 1024
 COARSE_BITS = 3
 SMALL_PERCENT = 3
@@ -191,16 +192,14 @@ def bytes_per_chunk(on_streams: bool) -> int:
 
 def message_sizes(payloads: Sequence[int], *, equal: bool) -> list[int]:
     """Of a chunk's messages in one stage, by peer. equal: where that costs little."""
-    with_tiles = [HEADER_BYTES + n for n in payloads if n]
-    empty = len(payloads) - len(with_tiles)
-    are_sent = empty <= PART and PART * empty * HEADER_BYTES <= sum(with_tiles)
+    are_sent = payloads.count(0) <= MOST_WITHOUT_TILES
     sizes = [HEADER_BYTES + n if n or are_sent else 0 for n in payloads]
-    return padded(sizes, HEADER_BYTES + max(payloads)) if equal else sizes
+    return padded(sizes) if equal else sizes
 
 
-def padded(sizes: Sequence[int], longest: int) -> list[int]:
-    padding = len(sizes) * longest - sum(sizes)
-    return [longest] * len(sizes) if PART * padding <= sum(sizes) else list(sizes)
+def padded(sizes: Sequence[int]) -> list[int]:
+    padding = len(sizes) * max(sizes) - sum(sizes)
+    return [max(sizes)] * len(sizes) if PADDING_PART * padding <= sum(sizes) else list(sizes)
 
 
 def cut_chunks(
@@ -277,7 +276,7 @@ def sent_per_step(
                 for peers in layout.rails()
             ]
             forwarded += [HEADER_BYTES] * (max(map(len, layout.nodes)) - len(forwarded))
-            forwarded = padded(forwarded, max(forwarded))
+            forwarded = padded(forwarded)
             for sibling in siblings:
                 sent[sibling] += HEADER_BYTES + dense[layout.rail_of[sibling]]
                 sent[sibling] += forwarded[layout.rail_of[rank]]
