@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from gradferry import _native
+from gradferry.averaging.advice import COSTLY_MESSAGES, SMALL_MESSAGE
 from gradferry.core.codec_spec import AUTO, OFF, parse_codec
 from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import on_streams
@@ -80,7 +81,9 @@ _Sent = tuple[str, str | None, _OfRank, int]  # hook, exchange
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `gradferry plan`."""
     number: dict[str, Any] = {"type": float, "metavar": "N"}
-    parser.add_argument("--world", type=int, default=64, help="ranks, one GPU each (default: 64)")
+    parser.add_argument(
+        "--world", type=int, nargs="+", default=[64], help="ranks, one GPU each (default: 64)"
+    )
     parser.add_argument(
         "--gpus-per-node",
         type=int,
@@ -127,10 +130,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Computes and reports. Raises ConfigError when an option is wrong."""
-    cluster = _cluster(arguments)
-    rows = list(_rows(cluster, _checked(arguments), arguments))
+    clusters = [_cluster(arguments, world) for world in dict.fromkeys(arguments.world)]
+    hooks = _checked(arguments)
+    rows = [row for cluster in clusters for row in _rows(cluster, hooks, arguments)]
     console = Console()
-    for line in _assumptions(cluster, arguments.parallel):
+    for line in _assumptions(clusters, arguments.parallel):
         print_line(console, line)
     console.print()
     print_table(console, plan_table(rows), wide=arguments.wide)
@@ -148,8 +152,8 @@ class _Cluster:
     bucket_elements: int
 
 
-def _cluster(arguments: argparse.Namespace) -> _Cluster:
-    world, local = arguments.world, arguments.gpus_per_node
+def _cluster(arguments: argparse.Namespace, world: int) -> _Cluster:
+    local = arguments.gpus_per_node
     if local is None:
         local = _PER_NODE if world > _PER_NODE and world % _PER_NODE == 0 else 1
     flags.require_between("--gpus-per-node", local, 1, _native.MOST_RANKS)
@@ -308,14 +312,17 @@ def _is_coarse(hook: str) -> bool:
     return codec not in BACKEND_HOOKS and parse_codec(codec).bits() < COARSE_BITS
 
 
-def _assumptions(cluster: _Cluster, parallel: str) -> list[str]:
-    nodes, local = len(cluster.nodes.members), cluster.nodes.smallest
+def _assumptions(clusters: Sequence[_Cluster], parallel: str) -> list[str]:
     parts, measures = "buckets", "doctor"
     if parallel != DDP:
         parts, measures = "modules", f"bench train --parallel {parallel}"
+    nodes = ", ".join(
+        f"{len(each.members)} nodes of {each.smallest} GPU{'s' * (each.smallest > 1)}"
+        for each in (cluster.nodes for cluster in clusters)
+    )
     return [
-        f"gradferry plan: {nodes} nodes of {local} GPU{'s' * (local > 1)}, {cluster.params:,.0f} "
-        f"parameters in {cluster.buckets:,} {parts} of fp32.",
+        f"gradferry plan: {nodes}; {clusters[0].params:,.0f} parameters in "
+        f"{clusters[0].buckets:,} {parts} of fp32.",
         "This is arithmetic, not a measurement: bytes over the rate of a node's card, without "
         f"latency, encoding, or what stays inside a node. `gradferry {measures}` measures.",
         "On GPUs, kernels and tests ran on one H100; no training on several GPUs has been timed.",
@@ -327,11 +334,12 @@ def plan_table(rows: Sequence[Row]) -> Table:
     links = list(dict.fromkeys(row["link"] for row in rows))
     first = rows[0]
     bounded = first["compute_ms"] is not None
-    by_link = {(row["exchange"], row["hook"], row["link"]): row for row in rows}
+    worlds = list(dict.fromkeys(row["world"] for row in rows))
+    by_link = {(row["world"], row["exchange"], row["hook"], row["link"]): row for row in rows}
 
     def milliseconds(link: str) -> Column:
         def cell(row: Row) -> str:
-            at = by_link[row["exchange"], row["hook"], link]
+            at = by_link[row["world"], row["exchange"], row["hook"], link]
             if bounded:
                 return f"{_ms(at['least_step_ms'])} .. {_ms(at['most_step_ms'])}"
             return _ms(at["transfer_ms"])
@@ -340,6 +348,7 @@ def plan_table(rows: Sequence[Row]) -> Table:
 
     exchange = Column("exchange", lambda row: str(row["exchange"] or "-"), is_number=False)
     columns = [
+        *([Column("GPUs", lambda row: f"{row['world']:,}")] if len(worlds) > 1 else []),
         *([exchange] if first["parallel"] == DDP else []),
         Column("hook", lambda row: f"{row['hook']}{' *' * row['needs_momentum']}", is_number=False),
         Column("MB sent\nby a rank", lambda row: f"{1e-6 * row['wire_bytes']:,.1f}", detail=2),
@@ -372,10 +381,9 @@ def plan_table(rows: Sequence[Row]) -> Table:
         )
     notes += [f"{hook}: {loss}." for hook, loss in LOSSES.items() if hook in asked]
     if any(row["messages"] for row in rows):
-        notes.append(
-            "messages: with tiles, to other nodes, in a step. Two levels and larger buckets "
-            "(--bucket-cap) make fewer and longer ones."
-        )
+        notes.append("messages: with payloads, to other nodes, in a step.")
+    if any((row["shortest_message"] or SMALL_MESSAGE) < SMALL_MESSAGE for row in rows):
+        notes.append(f"{COSTLY_MESSAGES}: two levels make fewer, --bucket-cap longer ones.")
     least = min(rows, key=lambda row: row["card_bytes"])
     notes.append(
         "Use q4 unless you need fewer bytes."
@@ -383,7 +391,7 @@ def plan_table(rows: Sequence[Row]) -> Table:
         else f"Fewest bytes through a card: {least['hook']}."
     )
     under = "" if first["parallel"] == DDP else f" under {first['parallel']}"
-    title = f"Bytes and times of a step on {first['world']} GPUs{under}"
+    title = f"Bytes and times of a step on {', '.join(map(str, worlds))} GPUs{under}"
     return Table(title, columns, [row for row in rows if row["link"] == links[0]], notes)
 
 

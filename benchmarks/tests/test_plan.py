@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from gradferry import _native
+from gradferry.core.codec_spec import parse_codec
 
 ELEMENTS, WORLD = 2e7, 16
 SMALL = ("plan", "--world", "16", "--params", "2e7", "--hooks", "torch:bf16", "q4")
@@ -86,3 +88,21 @@ def test_every_codec_is_planned_and_coarse_ones_are_marked(
     marked = {row["hook"] for row in rows if row["needs_momentum"]}
     assert marked == {"sign1", "topk"}
     assert "sign1 *" in capsys.readouterr().out
+
+
+def test_ranks_send_hardly_more_than_payloads_in_worlds_of_any_size(rows_of: Any) -> None:
+    """Within the memory that is allowed by default: 2 (W - 1) / W times the model, and headers."""
+    worlds = ("2", "8", "64", "256", "512", "1024", "4096")
+    codecs = ("exact", "q8", "q4", "rht:bits=2", "sign1", "topk")
+    rows = rows_of(
+        "plan", "--params", "50M", "--link", "1gbit", "--world", *worlds, "--hooks", *codecs
+    )  # fmt: skip
+    rows = [row for row in rows if row["messages"]]
+    assert len(rows) == len(codecs) * (len(worlds) + 5)  # of worlds of nodes also two levels
+    for row in rows:
+        world, siblings = row["world"], 1 if row["exchange"] == "flat" else row["gpus_per_node"]
+        model = 50e6 / 8 * parse_codec(row["hook"]).bits()
+        buckets = math.ceil(50e6 * 4 / (25 << 20))
+        headers = 64 * (row["messages"] + buckets * (world - siblings))  # and commits
+        sent = 2 * model * (world // siblings - 1) / world
+        assert sent * 0.99 <= row["wire_bytes"] - headers <= sent * 1.05, row

@@ -272,6 +272,7 @@ std::vector<int64_t> sizes_of(std::span<const PlannedMessage> messages) {
 }
 
 int64_t total_bytes(std::span<const PlannedMessage> messages) {
+  if (messages.empty()) return 0;
   const PlannedMessage &first = messages.front(), &last = messages.back();
   return int64_t{last.start} + last.message_bytes - first.start;
 }

@@ -1,4 +1,4 @@
-"""Warnings of what works, but not as a user wants it: optimizers, and rules."""
+"""Warnings of what works, but not as a user wants it: optimizers, rules, and short messages."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ from gradferry.core.names import closest
 from gradferry.core.parameters import ParameterLayout
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError
+
+SMALL_MESSAGE = 8192
+COSTLY_MESSAGES = "Messages below 8 KB cost more than their bytes"
+_FEW_RANKS = 8  # so few messages in a bucket cost little, however short
 
 OVERLAPPED_ZERO = (
     "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not go with gradferry: it steps in a "
@@ -143,6 +147,25 @@ def warn_about_rules(exchanges: Sequence[tuple[Running, str]]) -> None:
         "float64 or complex numbers, of at most one dimension or of fewer than 1024 elements) and "
         f"is sent as it is. Give parameters of fp32, bf16 or fp16 a codec by {options}, or take "
         "'off' instead"
+    )
+
+
+def warn_about_messages(running: Running, bucket_bytes: int) -> None:
+    """Warns if so many ranks share a bucket of DDP's that messages are short."""
+    parameters, ranks = running.parameters, running.world_size
+    whole = sum(each.num_elements * each.dtype.itemsize for each in parameters)
+    if not running.transport.exchanges or ranks <= _FEW_RANKS or whole < bucket_bytes:
+        return
+    sent = sum(each.num_elements * each.codec.bits(each.dtype) / 8 for each in parameters)
+    message = sent * bucket_bytes / whole / ranks
+    if message >= SMALL_MESSAGE:
+        return
+    fewer = ", or attach with nodes=, which sends fewer" if running.exchange.nodes.is_flat else ""
+    warn(
+        f"{COSTLY_MESSAGES}, and {running.codec_asked_for!r} sends messages of about "
+        f"{message:,.0f} bytes: {ranks} ranks share every bucket of {bucket_bytes / 2**20:g} MiB. "
+        f"Build DistributedDataParallel with bucket_cap_mb="
+        f"{math.ceil(bucket_bytes / 2**20 * SMALL_MESSAGE / message)}{fewer}"
     )
 
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
 from gradferry.averaging import saved_state
-from gradferry.averaging.advice import warn_about_rules, watch_optimizer
+from gradferry.averaging.advice import warn_about_messages, warn_about_rules, watch_optimizer
 from gradferry.averaging.description import describe
 from gradferry.averaging.handle import Averaging
 from gradferry.averaging.running import Running
@@ -88,6 +88,7 @@ class HookState(Averaging):
         running = self._binding.running
         watch_optimizer(running)
         warn_about_rules([(running, "rules")])
+        warn_about_messages(running, ddp.bucket_bytes_cap)
 
     def _bound(self) -> Binding:
         if self._binding is None:

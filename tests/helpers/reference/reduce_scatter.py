@@ -104,8 +104,8 @@ def scattered_bytes_per_step(
         chunks = _chunks_in_turns(sizes, codecs, owners, bucket, world_size, chunk_bytes, dtype)
         for rank in range(world_size):
             for chunk in chunks:
-                sizes = message_sizes(chunk, equal=False)
-                sent[rank] += sum(sizes) - sizes[rank]
+                messages = message_sizes(chunk, equal=False)
+                sent[rank] += sum(messages) - messages[rank]
             sent[rank] += bool(chunks) * (world_size - 1) * HEADER_BYTES  # commits
     return sent
 
