@@ -124,6 +124,21 @@ TEST(EqualScatter, PadsWhereThatIsAtMostAThirtySecond) {
   EXPECT_EQ(scatter_sizes(3848, kChunkBytes, false), (Sizes{64 + 16384, 64 + 15392}));
 }
 
+// A tile for each of two ranks: 64 + 16384 bytes each in a stage.
+TEST(RailBytes, AreTheMostOfMessagesWithTiles) {
+  const Layout layout({exact(4096), exact(4096)}, 0, Nodes::flat(2));
+  for (const uint64_t less : {0, 1}) {
+    const BucketPlan plan = make_plan(layout, {0, 1},
+                                      {.rank = 0,
+                                       .chunk_bytes = 0,
+                                       .equal_scatter = false,
+                                       .codecs = CodecChoice::kOwn,
+                                       .residuals = false,
+                                       .rail_bytes = 2 * (64 + 16384) - less});
+    EXPECT_EQ(plan.chunks.size(), 1 + less);
+  }
+}
+
 // --- nodes
 
 TEST(Nodes, TablesThatAreNoneAreRefused) {

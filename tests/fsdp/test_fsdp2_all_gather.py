@@ -102,7 +102,9 @@ def test_all_ranks_compute_with_what_messages_say(
     how = {"sharding": sharding, "all_gather": codec, "dtype": dtype, "keep_gathered": keep}
     shards = sharding.shards
     ranks = worlds_on(sharding.device)(shards).run(case_gathered, **how, **options)
-    for answer in (answer for answers in ranks for answer in answers):
+    for rank, answer in (
+        (rank, answer) for rank, answers in enumerate(ranks) for answer in answers
+    ):
         stats = answer["stats"]
         assert stats["buckets"] == 2 * (len(FORWARD) + (0 if keep else len(BACKWARD)))
         assert (stats["chunks"] > stats["buckets"]) == bool(options)
@@ -113,8 +115,8 @@ def test_all_ranks_compute_with_what_messages_say(
         if options or sharding.device == "staged":
             continue
         kind = str(dtype or torch.float32).removeprefix("torch.")
-        forward = gathered_bytes(SHAPES, FORWARD, codec, shards, kind)
-        backward = 0 if keep else gathered_bytes(SHAPES, BACKWARD, codec, shards, kind)
+        forward = gathered_bytes(SHAPES, FORWARD, codec, shards, kind)[rank]
+        backward = 0 if keep else gathered_bytes(SHAPES, BACKWARD, codec, shards, kind)[rank]
         if sharding.device == "cpu":
             assert answer["sent"] == 2 * [forward, backward]
         else:  # a device sends one commit for a pass, in the next one

@@ -212,8 +212,8 @@ def test_a_world_of_one_compresses_nothing_anyway() -> None:
     ("ranks", "members", "text"),
     [
         (400, None, None),
-        (2048, None, "of about 1,713 bytes: .* bucket_cap_mb=120, or attach with nodes="),
-        (2048, 8, "of about 1,713 bytes: .* bucket_cap_mb=120$"),
+        (2048, None, "of about 1,712 bytes: .* bucket_cap_mb=120, or attach with nodes="),
+        (2048, 8, "of about 1,712 bytes: .* bucket_cap_mb=120$"),
     ],
 )
 def test_short_messages_are_warned_about(ranks: int, members: int | None, text: str | None) -> None:

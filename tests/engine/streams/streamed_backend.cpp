@@ -145,23 +145,25 @@ class ListedWork final : public c10d::Work {
   ListedWork(c10d::Backend& carrier, const std::vector<at::Tensor>& inputs,
              std::vector<at::Tensor> outputs, const c10d::AllToAllOptions& options)
       : outputs_(std::move(outputs)), input_(at::cat(inputs)), output_(at::cat(outputs_)) {
-    for (const at::Tensor& output : outputs_) output_sizes_.push_back(output.numel());
-    std::vector<int64_t> input_sizes;
+    std::vector<int64_t> output_sizes, input_sizes;  // which the carrier takes away
+    for (const at::Tensor& output : outputs_) output_sizes.push_back(output.numel());
     for (const at::Tensor& input : inputs) input_sizes.push_back(input.numel());
-    work_ = carrier.alltoall_base(output_, input_, output_sizes_, input_sizes, options);
+    work_ = carrier.alltoall_base(output_, input_, output_sizes, input_sizes, options);
   }
   bool isCompleted() override { return work_->isCompleted(); }
   bool wait(std::chrono::milliseconds timeout) override {
     work_->wait(timeout);
-    const std::vector<at::Tensor> parts = output_.split_with_sizes(output_sizes_);
-    for (size_t i = 0; i < parts.size(); ++i) outputs_[i].copy_(parts[i]);
+    int64_t begin = 0;
+    for (const at::Tensor& output : outputs_) {
+      output.copy_(output_.narrow(0, begin, output.numel()));
+      begin += output.numel();
+    }
     return true;
   }
 
  private:
   std::vector<at::Tensor> outputs_;
   at::Tensor input_, output_;
-  std::vector<int64_t> output_sizes_;
   c10::intrusive_ptr<c10d::Work> work_;
 };
 

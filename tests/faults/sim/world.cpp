@@ -179,10 +179,10 @@ std::string list(const std::vector<T>& numbers) {
 }  // namespace
 
 World World::draw(Choices& choices) {
-  // In the largest, ranks without tiles need not send.
-  constexpr std::array<uint32_t, 11> kWorldSizes = {2, 2, 2, 3, 3, 3, 4, 4, 5, 1, 11};
+  constexpr std::array<uint32_t, 10> kWorldSizes = {2, 2, 2, 3, 3, 3, 4, 4, 5, 1};
   World world;
   world.size = choices.pick(kWorldSizes);
+  if (world.size == 5 && choices.one_in(5)) world.size = 11;  // some without tiles need not send
   world.nodes = draw_nodes(choices, world.size);
   const bool flat = world.nodes.size() == world.size;
   world.siblings_share = !flat && choices.below(2) == 1;
@@ -216,7 +216,7 @@ World World::draw(Choices& choices) {
   draw_what_goes_wrong(choices, world);
   draw_passes(choices, world);
   draw_loss_scale(choices, world);
-  world.little_memory = choices.one_in(3);
+  world.little_memory = choices.one_in(3) && world.size <= 5;
   return world;
 }
 
