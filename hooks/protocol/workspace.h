@@ -47,8 +47,7 @@ struct Workspace {
   uint64_t shared_bytes = 0;
   uint64_t dense_place_bytes = 0;
   uint32_t num_siblings = 1;
-  // Bytes of the message to all ranks; 0 where it is written to its place among those of all, which
-  // shared memory does not allow: a reduce still reads there.
+  // Bytes of the message to all ranks; 0 where it is written to its place among those of all.
   uint64_t own_message_bytes = 0;
 
   // Bytes of a slot: of this rank, with its part of what is shared.

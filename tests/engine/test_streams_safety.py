@@ -307,9 +307,10 @@ def test_collectives_pass_by_the_hooks_of_the_process_group(device: str, native:
         group.unregister_pre_hook(17)
     chunks = run.state.stats()["chunks"] - before
     assert chunks > 0
-    assert sum("all_to_all" in name or "alltoall" in name for name in seen) == chunks
+    exchanges = sum("all_to_all" in name or "alltoall" in name for name in seen)
+    assert exchanges >= chunks  # a gather of messages of different sizes is one, too
     # And the commit of the step before.
-    assert sum("gather" in name for name in seen) == chunks + 1
+    assert exchanges + sum("gather" in name for name in seen) == 2 * chunks + 1
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -30,10 +30,12 @@ class HostWork final : public c10d::Work {
 MarkPtr HostBackend::note_accesses(const char* name, const at::Tensor& output,
                                    const at::Tensor& input) const {
   Machine& machine = Machine::get();
+  const bool is_pinned = input.is_pinned();
   machine.enqueue(
       stream_, name,
       [=](const Touched& touched) {
-        touched.read(input.const_data_ptr(), input.nbytes());
+        // A lane's own copies have no place that others know.
+        if (is_pinned) touched.read(input.const_data_ptr(), input.nbytes());
         touched.write(output.mutable_data_ptr(), output.nbytes());
       },
       /*is_kernel=*/false);

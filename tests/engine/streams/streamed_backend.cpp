@@ -293,9 +293,10 @@ c10::intrusive_ptr<c10d::Work> StreamedBackend::alltoall(std::vector<at::Tensor>
     in.push_back(on_host(inputs[rank]));
     if (static_cast<int>(rank) != getRank()) sent += in.back().nbytes();
   }
-  return run("all-to-all", in, out, outputs, sent, false, [carrier = carrier_, out, in, options] {
-    return c10::make_intrusive<ListedWork>(*carrier, in, out, options);
-  });
+  return run("all-to-all", in, out, outputs, sent, in_line_,
+             [carrier = carrier_, out, in, options] {
+               return c10::make_intrusive<ListedWork>(*carrier, in, out, options);
+             });
 }
 
 }  // namespace fake_device
