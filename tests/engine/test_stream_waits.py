@@ -187,9 +187,9 @@ def num_waits(scenario: Scenario, chunks: tuple[int, ...], peers: bool) -> int:
     [
         flat("plain", 1, PLAIN, 4),
         flat("momentum and check_every", 2, MOMENTUM, 4),
-        flat("staged, no residuals", 1, {**STAGED, "error_feedback": "none"}, 6),
-        flat("staged, momentum and check_every", 2, {**STAGED, **MOMENTUM}, 5),
-        flat("staged", 1, STAGED, 5, pytest.mark.slow),
+        flat("staged, no residuals", 1, {**STAGED, "error_feedback": "none"}, 7),
+        flat("staged, momentum and check_every", 2, {**STAGED, **MOMENTUM}, 6),
+        flat("staged", 1, STAGED, 6, pytest.mark.slow),
         flat("check_every", 1, {**PLAIN, "options": CHECKED}, 4, pytest.mark.slow),
         *(between(*case) for case in itertools.product(("2x2", "2+1", "3x2"), KINDS)),
     ],

@@ -19,6 +19,7 @@ from gradferry.core.options import Options, takes_options
 from gradferry.core.warn import warn
 from gradferry.ddp.auto import Choice, Chooser
 from gradferry.ddp.binding import Binding, bind
+from gradferry.ddp.model import distributed_in
 from gradferry.errors import ConfigError, StateError
 
 _HOW_TO_BIND = (
@@ -88,7 +89,7 @@ class HookState(Averaging):
         running = self._binding.running
         watch_optimizer(running)
         warn_about_rules([(running, "rules")])
-        warn_about_messages(running, ddp.bucket_bytes_cap)
+        warn_about_messages(running, distributed_in(ddp).bucket_bytes_cap)
 
     def _bound(self) -> Binding:
         if self._binding is None:
