@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -346,20 +346,18 @@ def plan_table(rows: Sequence[Row]) -> Table:
 
         return Column(f"ms at\n{link}", cell)
 
-    def number(key: str) -> Callable[[Row], str]:
-        return lambda row: f"{row[key]:,}" if row[key] else "-"
+    def number(title: str, key: str) -> Column:
+        return Column(title, lambda row: f"{row[key]:,}" if row[key] else "-", detail=2)
 
-    messages = [
-        Column("messages\nof a rank", number("messages"), detail=2),
-        Column("shortest,\nB", number("shortest_message"), detail=2),
-    ]
+    counted = any(row["messages"] for row in rows)
     exchange = Column("exchange", lambda row: str(row["exchange"] or "-"), is_number=False)
     columns = [
         *([Column("GPUs", lambda row: f"{row['world']:,}")] if len(worlds) > 1 else []),
         *([exchange] if first["parallel"] == DDP else []),
         Column("hook", lambda row: f"{row['hook']}{' *' * row['needs_momentum']}", is_number=False),
         Column("MB sent\nby a rank", lambda row: f"{1e-6 * row['wire_bytes']:,.1f}", detail=2),
-        *(messages if any(row["messages"] for row in rows) else []),
+        *([number("messages\nof a rank", "messages")] if counted else []),
+        *([number("shortest,\nB", "shortest_message")] if counted else []),
         Column("MB through\na card", lambda row: f"{1e-6 * row['card_bytes']:,.1f}", detail=1),
         Column("of\nfp32", lambda row: f"{row['ratio_to_fp32']:.3f}", detail=1),
         *map(milliseconds, links),
@@ -380,7 +378,7 @@ def plan_table(rows: Sequence[Row]) -> Table:
             f"{SMALL_PERCENT} % of all elements, which are not counted as such here."
         )
     notes += [f"{hook}: {loss}." for hook, loss in LOSSES.items() if hook in asked]
-    if any(row["messages"] for row in rows):
+    if counted:
         notes.append("messages: with payloads, to other nodes, in a step.")
     if any((row["shortest_message"] or SMALL_MESSAGE) < SMALL_MESSAGE for row in rows):
         notes.append(f"{COSTLY_MESSAGES}: two levels make fewer, --bucket-cap longer ones.")
