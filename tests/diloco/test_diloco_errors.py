@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import gradferry
 import pytest
@@ -322,16 +321,3 @@ def test_step_that_a_grad_scaler_skips_does_not_count(fused: bool) -> None:
         scaler.update()
         counted.append(diloco.stats()["inner_steps"])
     assert counted == [1, 1, 1, 2]
-
-
-@on_ranks(2)
-def test_model_is_moved_in_swap_mode() -> None:
-    model = Plain()
-    optimizer, diloco = make(model, "exact")
-    with mock.patch.dict(vars(torch.__future__), {"_swap_module_params_on_conversion": True}):
-        for step in range(2):
-            model.double()
-            model.float()
-            move(model, movements(model, dist.get_rank(), step))
-            optimizer.step()
-    assert diloco.stats()["outer_steps"] == 2

@@ -38,7 +38,6 @@ from gradferry.diagnosis import (
     thread_times,
 )
 from gradferry.errors import ConfigError
-from gradferry_lab.output.progress import about
 from on_ranks import on_ranks
 from stepping import bits
 from torch import nn
@@ -206,14 +205,6 @@ def test_doubts_come_right_after_the_verdict() -> None:
     assert "43%" in busy
     _, one_host, *_ = diagnosis(device="cuda", on_one_host=True)
     assert "--link" not in one_host  # namespaces have no GPU of their own
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.2, "about 1 s"), (89.4, "about 89 s"), (89.6, "about 1 min"), (3000, "about 50 min")],
-)
-def test_times_are_rounded_for_people(seconds: float, text: str) -> None:
-    assert about(seconds) == text
 
 
 @on_ranks()

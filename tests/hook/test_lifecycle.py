@@ -1,6 +1,6 @@
 """Attaching again and again, several at once, and in groups that overlap; threads, forked children
-and memory; and what a process may have set: inference mode, and TORCH_DISTRIBUTED_DEBUG=DETAIL, in
-which torch wraps every process group.
+and memory; and what a process may have set: inference mode, defaults, and
+TORCH_DISTRIBUTED_DEBUG=DETAIL, in which torch wraps every process group.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from gradferry.core import agreement
 from gradferry.core.engine import make_lanes
 from on_ranks import of_all, on_ranks
 from outcomes import attempt
+from saved import same
 from scenario import Run, Scenario, Weight, assert_bit_equal, group_of, hooked, train
 from stepping import slot, warned
 from torch import nn
@@ -270,47 +271,15 @@ def in_child(call: Callable[[], Any]) -> dict[str, Any]:
     return said
 
 
-def case_state_in_child(scenario: Scenario) -> dict[str, Any]:
-    """A child asks for all there is, and does what it likes with its copy."""
-    run = Run(scenario)
-    gradients = [run.step(step) for step in range(2)]
-    state, before = run.state, slot(run.state)
-
-    def change() -> dict:
-        state.scale_residuals(0.0)
-        return slot(state)
-
-    def put_back() -> dict:
-        saved = state.state_dict()
-        state.scale_residuals(0.0)
-        state.load_state_dict(saved)
-        return slot(state)
-
-    calls = (state.stats, state.events, lambda: slot(state), put_back, change)
-    said = [in_child(call) for call in calls]
-    assert [answer["error"] for answer in said] == [None] * 5, said
-    stats, events, kept, put, changed = (answer["value"][0] for answer in said)
-    assert stats == state.stats()
-    assert events == state.events()
-    for other in (kept, put, slot(state)):
-        assert all(torch.equal(before[key], other[key]) for key in before)
-    assert not changed["worker"].any()
-    assert not changed["owner"].any()
-    gradients += [run.step(step) for step in range(2, scenario.steps)]
-    return run.answer(gradients)
-
-
-def test_a_forked_child_has_a_copy_of_the_state_and_the_parent_goes_on(world_of_2: World) -> None:
-    answers = world_of_2.run(case_state_in_child, scenario=SCENARIO)
-    assert_bit_equal(answers, SCENARIO)
-
-
 @HOOKS
 @on_ranks()
-def test_backward_in_a_forked_child_raises_and_the_parent_goes_on(native: bool) -> None:
+def test_a_forked_child_has_a_copy_of_the_state_and_no_backward_pass(native: bool) -> None:
     run = Run(Scenario(WEIGHTS, native=native))
     for step in range(3):  # DDP communicates by itself when it rebuilds its buckets
         run.step(step)
+    kept, stats = in_child(lambda: (slot(run.state), run.state.stats()))["value"][0]
+    assert same(kept, slot(run.state))
+    assert stats == run.state.stats()
     said = in_child(lambda: run.step(3))
     run.step(3)  # the parent goes on
     assert said["error"] == "StateError", said
@@ -348,10 +317,19 @@ def trained(mode: Callable[[], Any]) -> list[bytes]:
     return [each.tobytes() for step in gradients for each in step]
 
 
+@contextlib.contextmanager
+def other_defaults() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    with torch.device("meta"):
+        yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, other_defaults])
 @on_ranks()
-def test_inference_mode_changes_no_bit() -> None:
-    """Nor do default dtypes and devices: test_misuse.py."""
-    assert trained(torch.inference_mode) == trained(contextlib.nullcontext)
+def test_what_a_process_may_have_set_changes_no_bit(mode: Callable[[], Any]) -> None:
+    assert trained(mode) == trained(contextlib.nullcontext)
 
 
 @pytest.fixture(scope="module")

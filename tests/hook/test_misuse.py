@@ -4,12 +4,11 @@ do instead.
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -339,30 +338,6 @@ def test_world_too_large_for_offsets_of_32_bits_is_told_the_largest_that_would_d
 # --- what the library itself must not do ----------------------------------------------------------
 
 PACKAGE = Path(gradferry.__file__).parent
-# What runs in a user's process, where it may have set a default: not our own command lines.
-IN_A_USERS_PROCESS = ("*.py", "core/*.py", "averaging/*.py", "ddp/*.py")
-FACTORIES = {"arange", "empty", "full", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"}
-
-
-def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
-    """Calls of functions of torch, with their names."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = node.func.value
-            if isinstance(owner, ast.Name) and owner.id == "torch":
-                yield node, node.func.attr
-
-
-def test_every_tensor_that_is_made_names_its_dtype_and_device() -> None:
-    files = [path for pattern in IN_A_USERS_PROCESS for path in PACKAGE.glob(pattern)]
-    assert len(files) > 30
-    wrong = [
-        f"{path.name}:{call.lineno}: torch.{name}"
-        for path in files
-        for call, name in calls(ast.parse(path.read_text()))
-        if name in FACTORIES and not {"dtype", "device"} <= {k.arg for k in call.keywords}
-    ]
-    assert wrong == []
 
 
 def test_what_a_peer_sends_is_never_unpickled() -> None:

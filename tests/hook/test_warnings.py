@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import linecache
 import pickle
 import threading
@@ -17,7 +16,6 @@ from typing import Any
 import gradferry
 import pytest
 import torch
-from gradferry.averaging import step_numbers
 from gradferry.averaging.step_numbers import call_after_steps
 from gradferry.core.device import Transport, expect_no_blocking
 from gradferry.core.warn import warn
@@ -131,22 +129,6 @@ def test_collectives_that_block_the_host_are_refused(monkeypatch, name):
 
 class Owner:
     """Can be referred to weakly."""
-
-
-def test_callbacks_are_of_their_parameters_and_end_with_their_owner() -> None:
-    before = len(step_numbers._calls)
-    owner, other = Owner(), SGD([nn.Parameter(torch.zeros(1))])
-    called = []
-    call_after_steps(called.append, owner=owner)
-    index = {nn.Parameter(torch.zeros(1)): 0}
-    call_after_steps(lambda _: called.append(None), index=index, owner=owner)
-    other.step()
-    assert called == [other]  # it does not hold the parameter
-    del owner
-    gc.collect()
-    other.step()
-    assert called == [other]
-    assert len(step_numbers._calls) == before
 
 
 def test_an_owner_that_goes_in_the_middle_of_a_step_ends_its_callback() -> None:

@@ -66,15 +66,6 @@ def test_bytes_equal_reference_on_hard_input(
     assert_same_bytes(values[1:-37], codec, dtype)
 
 
-@pytest.mark.parametrize("codec", list(CODECS))
-def test_largest_floats_stay_finite_in_blocks_of_any_length(codec: str) -> None:
-    """Their sums and energies exceed the floats."""
-    for n in range(1, 131):
-        values = np.full(n, checks.LARGEST if n % 2 else -checks.LARGEST, np.float32)
-        assert_same_bytes(values, codec)
-        assert np.isfinite(checks.encode(values, codec)).all()
-
-
 def test_q4_scales_of_all_sizes_beside_each_other_equal_reference() -> None:
     """Every power of two as a group's magnitude, with blocks of every smaller one."""
     exponents = np.arange(-149, 128)[:, None, None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -249,19 +248,6 @@ def test_destroyed_group_is_named() -> None:
 
 
 @on_ranks(2)
-def test_forked_child_is_refused_and_its_parent_goes_on() -> None:
-    reducer = gradferry.Reducer(named(), "q4")
-    reducer.all_reduce(async_op=True).wait()
-    for async_op in (False, True):
-        child = os.fork()
-        if child == 0:
-            outcome = attempt(lambda a=async_op: reducer.all_reduce(async_op=a))
-            os._exit(5 if "called after a fork" in outcome.text else 6)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
-    reducer.all_reduce()
-
-
-@on_ranks(2)
 def test_registered_parameters_are_compared() -> None:
     model = torch.nn.Linear(40, 50)
     reducer = gradferry.Reducer(model.named_parameters(), "q4", check_every=2)
@@ -272,6 +258,7 @@ def test_registered_parameters_are_compared() -> None:
         outcome = attempt(lambda t=tensors: reducer.all_reduce(t))
         assert outcome.error == ("DivergedError" if step == 2 else None)
     assert "'weight'" in outcome.headline
+    assert "cannot be copied or pickled" in attempt(lambda: copy.copy(reducer)).text
 
 
 @pytest.mark.parametrize(("step", "by_name"), [(0, True), (1, False), (4, True), (4, False)])
@@ -319,18 +306,6 @@ def test_a_reducer_that_reads_parameters_keeps_no_averages() -> None:
     kept = [weakref.ref(each) for each in deltas]
     del deltas
     assert all(each() is None for each in kept)
-
-
-@on_ranks(2)
-def test_nonfinite_average_raises_on_all_ranks() -> None:
-    reducer = gradferry.Reducer(named(), "q4", nonfinite="raise")
-    tensors = passed()
-    if dist.get_rank() == 1:
-        tensors[1][3, 4] = float("inf")
-    outcome = attempt(lambda: reducer.all_reduce(tensors))
-    assert outcome.error == "StateError"
-    assert outcome.headline.startswith("the averaged gradient of 'b' is not finite at step 0")
-    assert "cannot be copied or pickled" in attempt(lambda: copy.copy(reducer)).text
 
 
 @on_ranks(2)
