@@ -155,6 +155,7 @@ def test_a_callback_that_raises_does_not_keep_the_step_from_others() -> None:
     handles = [
         call_after_steps(each) for each in (refuse("first"), called.append, refuse("second"))
     ]
+    handles.append(call_after_steps(called.append, index={}))  # of no parameter of it
     with pytest.raises(gradferry.GradferryWarning, match="first"):
         optimizer.step()
     assert called == [optimizer]
