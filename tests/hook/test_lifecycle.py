@@ -321,9 +321,11 @@ def trained(mode: Callable[[], Any]) -> list[bytes]:
 def other_defaults() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    with torch.device("meta"):
-        yield
-    torch.set_default_dtype(before)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, other_defaults])
