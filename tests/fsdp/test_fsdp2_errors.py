@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import os
 import re
+import signal
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,7 +36,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.optim import SGD
-from world import Worlds
+from world import WorldError, Worlds
 
 HYBRID, FOUR = Sharding(), Sharding(1, 4)
 
@@ -321,6 +324,28 @@ def test_all_ranks_of_an_exchange_raise_the_error_of_one(sharding: Sharding) -> 
     same = {dist.get_rank() % 2, dist.get_rank() % 2 + 2} if sharding is HYBRID else set(range(4))
     assert {headlines[rank] for rank in same} == {outcome.headline}
     assert attempt(state.state_dict).error == "StateError"
+
+
+def case_killed(folder: str) -> None:
+    model, _ = attached(HYBRID)
+    HYBRID.backward(model, 0)
+    rank = dist.get_rank()
+    loss = model(HYBRID.targets(1, 0, rank))
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    outcome = attempt(loss.backward)
+    Path(folder, str(rank)).write_text(f"{outcome.error}: {outcome.headline}")
+    if rank == 2:
+        os._exit(1)  # as its program would: FSDP2's own reduce-scatter lost rank 3
+
+
+def test_a_killed_rank_ends_its_shards_and_all_replicas(worlds: Worlds, tmp_path: Path) -> None:
+    with pytest.raises(WorldError):
+        worlds(4).run(case_killed, folder=str(tmp_path))
+    seen = [(tmp_path / str(rank)).read_text() for rank in range(3)]
+    for rank in (0, 1):
+        assert re.match(rf"PeerError: .*lost contact with rank {rank + 2}\b", seen[rank]), seen
+    assert not seen[2].startswith("None"), seen
 
 
 class Two(Chosen):
