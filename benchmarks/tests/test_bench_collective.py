@@ -58,7 +58,6 @@ def case_compare(hosts: Nodes | None = None, **options: Any) -> list[CollectiveO
 SIZES = (4, 4 * 4100, 4 * 600_000)
 
 
-@pytest.mark.torch_core
 @pytest.mark.parametrize("members", [((0, 1), (2, 3)), ((0, 2), (1,))])
 def test_both_exchanges_give_and_send_what_their_formulas_say(
     worlds, members: tuple[tuple[int, ...], ...]

@@ -69,7 +69,6 @@ def test_converge_trains_goes_on_where_it_stopped_and_judges(
     assert "Not met: convex, AdamW, q4, owner: OUTSIDE" in capsys.readouterr().out
 
 
-@pytest.mark.torch_core
 def test_convergence_document_shows_the_committed_results(tmp_path):
     document = (ROOT / "docs/results/convergence.md").read_text()
     copy = tmp_path / "convergence.md"

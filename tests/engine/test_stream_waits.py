@@ -181,7 +181,6 @@ def num_waits(scenario: Scenario, chunks: tuple[int, ...], peers: bool) -> int:
     return len(chunks) + 1 + all_say * each + sum(chunks) * (1 + of_chunk * each)
 
 
-@pytest.mark.torch_core
 @pytest.mark.parametrize(
     ("scenario", "nodes", "steps_before", "covered"),
     [
