@@ -213,7 +213,7 @@ def make_config(codec: str, given: Mapping[str, Any] | None = None) -> Config:
         momentum = _momentum(options["momentum"], spec, options["error_feedback"])
     rules = _rules(options["rules"] or ())
     warmup_steps = count("warmup_steps", options["warmup_steps"])
-    cap = options["workspace_cap_mb"]
+    cap, usual = options["workspace_cap_mb"], _native.WORKSPACE_CAPS_MB[0]
     return Config(
         codec=spec,
         rules=rules,
@@ -227,7 +227,7 @@ def make_config(codec: str, given: Mapping[str, Any] | None = None) -> Config:
         seed=count("seed", options["seed"]),
         nodes=check_option(options["nodes"]),
         chooses=chooses,
-        workspace_cap_mb=None if cap is None else mebibytes("workspace_cap_mb", cap, 96),
+        workspace_cap_mb=None if cap is None else mebibytes("workspace_cap_mb", cap, usual),
         disabled=_disabled(os.environ.get("GRADFERRY_DISABLE", "")),
     )
 
