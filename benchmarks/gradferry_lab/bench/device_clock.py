@@ -61,7 +61,7 @@ def _expect_gpu(wanted: str) -> None:
     if not torch.cuda.is_available():
         raise ConfigError(
             f"--device {wanted}: torch {torch.__version__} sees no GPU on this machine; run this "
-            "where there is one; `make bench` times the codecs of the CPU"
+            "where there is one; codec_bench of the build times the codecs of the CPU"
         )
 
 
