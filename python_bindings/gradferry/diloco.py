@@ -5,7 +5,6 @@ Where a rank can be in this protocol, and how it gets from one place to another,
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import uuid
@@ -65,7 +64,6 @@ __all__ = ["DiLoCo"]
 # What makes no sense of pseudo-gradients: the outer optimizer has the momentum, and they are in no
 # units of a loss scale.
 REFUSED = ("momentum", "warmup_steps", "warmup", "grad_scaler", "nonfinite", "check_every")
-OUTER_SHARE = 0.05  # of the time of training that an outer step may take unnoticed
 _FORMAT = 1
 # Where a rank alone has loaded parameters, which other ranks have as their global ones.
 _STATES = "parameters with an outer momentum (load the same on every rank)"
@@ -156,8 +154,9 @@ class DiLoCo:
     An outer step sends the pseudo-gradients, *global - local*, through a `Reducer` with error
     feedback at both ends; then the outer optimizer steps on the global parameters, which are equal
     on all ranks to the bit, and the model begins the next period with them. Ranks that begin with
-    other parameters than rank 0, frozen or not, get those of rank 0. Buffers, such as those of
-    BatchNorm, stay each rank's own. The optimizer keeps a DiLoCo until `finish` or `close`.
+    other parameters than rank 0 get those of rank 0; frozen ones must be the same. Buffers, such as
+    those of BatchNorm, stay each rank's own. The optimizer keeps a DiLoCo until `finish` or
+    `close`.
 
     Whatever changes the model within a period is part of the pseudo-gradient, and a parameter that
     is frozen later still moves with the outer momentum. Before the first step of a period, what all
@@ -256,7 +255,9 @@ class DiLoCo:
         self._handles = [each.register_step_pre_hook(before) for each in self._optimizers]
         self._handles += [each.register_step_post_hook(after) for each in self._optimizers]
         self._handles.append(
-            call_after_steps(partial(_expect_known, weakref.ref(self)), owner=self)
+            call_after_steps(
+                partial(GlobalParameters.expect_known, weakref.proxy(self._global)), owner=self
+            )
         )
 
     # --- inner steps ---
@@ -528,7 +529,10 @@ class DiLoCo:
         pasts, me = [_Past(*each) for each in received], members.rank()
         source = min(range(len(pasts)), key=lambda rank: (*_rank_of(pasts[rank], pasts), rank))
         theirs, mine = pasts[source], pasts[me]
-        hashes = [p.hashes if p.is_at(theirs) else theirs.hashes for p in pasts]
+        hashes = [
+            p.hashes if p.step == theirs.step and p.place != Place.NEW.name else theirs.hashes
+            for p in pasts
+        ]
         self._expect_equal(hashes, members, theirs.outer_steps)
         takes = mine.takes(theirs)
         named = list(zip(self._global.names, self._global.tensors, strict=True))
@@ -536,14 +540,12 @@ class DiLoCo:
             named, self._codec, members, bucket_cap_mb=self._bucket_cap_mb, **self._options
         )
         self._members = weakref.ref(members)  # a gloo group must not outlive its destruction
-        frozen = len({past.frozen for past in pasts}) > 1
-        handed = None
-        if frozen or any(p.takes(theirs) for p in pasts):
-            handed = self._global.hand_on(source, members, frozen=frozen)
+        is_handed = any(p.takes(theirs) for p in pasts)
+        handed = self._global.hand_on(source, members) if is_handed else None
 
         def go_on() -> None:
-            if handed is not None:
-                self._global.take(handed, trained=takes)
+            if takes and handed is not None:
+                self._global.take(handed)
             is_new = self._place is Place.NEW
             if takes and self._after and (self._outer_steps + 1, self._drawn) == theirs.step:
                 self._before = self._after  # their last step is that of which it has the average
@@ -591,7 +593,6 @@ class DiLoCo:
             self._last,
             uuid.uuid4().hex,
             self._global.hashes(),
-            record_hash(self._global.frozen_hashes()),
             self._steps,
             self._global.since,
         )
@@ -709,21 +710,13 @@ class DiLoCo:
             "reducer": self._reducer.stats(),
         }
 
-    def _advice(self) -> str:
-        """The shortest period of which the last outer step is a small part, if that is longer."""
-        inner_ms = self._period_ms / self._sync_every
-        enough = hiding_period(self._outer_ms, inner_ms) if inner_ms else 0
-        if self._place is Place.ENDED or enough <= self._sync_every:  # finish() ends a shorter one
-            return ""
-        return f"; with sync_every={enough} it would be {OUTER_SHARE:.0%} of that"
-
     def __str__(self) -> str:
         elements = sum(each.numel() for each in self._global.tensors)
         last = ""
         if self._outer_ms:
             last = (
                 f"  the last outer step took {self._outer_ms:.0f} ms, after "
-                f"{self._period_ms:.0f} ms of training{self._advice()}\n"
+                f"{self._period_ms:.0f} ms of training\n"
             )
         return (
             f"gradferry DiLoCo: {elements:,} elements, an outer step every {self._sync_every} "
@@ -744,11 +737,6 @@ def _is_inner_call(optimizer: torch.optim.Optimizer) -> bool:
     return sum(f.f_code is _STEP and f.f_locals.get("self") is optimizer for f in frames) > 1
 
 
-def _expect_known(diloco: weakref.ref[DiLoCo], optimizer: torch.optim.Optimizer) -> None:
-    if (mine := diloco()) is not None:
-        mine._global.expect_known(optimizer)
-
-
 # --- what other ranks have sent -------------------------------------------------------------------
 
 
@@ -760,17 +748,12 @@ class _Past(NamedTuple):
     last: str  # what was drawn in the group of the last of them
     drawn: str  # for the next group
     hashes: list[int]  # of the global parameters
-    frozen: int  # hash of parameters that are no part of them
     inner_steps: int
     since: int
 
     @property
     def step(self) -> tuple[int, str]:
         return self.outer_steps, self.last
-
-    def is_at(self, theirs: _Past) -> bool:
-        """Whether it must have the global parameters of another rank."""
-        return self.step == theirs.step and self.place != Place.NEW.name
 
     def takes(self, theirs: _Past) -> bool:
         """Whether it lacks what another rank has."""
@@ -782,16 +765,6 @@ def _rank_of(past: _Past, pasts: Sequence[_Past]) -> tuple[int, ...]:
     is_new = past.place == Place.NEW.name
     many = sum(each.step == past.step and each.place != Place.NEW.name for each in pasts)
     return -past.outer_steps, is_new, -many
-
-
-def hiding_period(outer_s: float, inner_s: float) -> int:
-    """The fewest inner steps of a period of which an outer step is `OUTER_SHARE` at most.
-
-    Args:
-        outer_s: duration of an outer step.
-        inner_s: of an inner step, in the same unit; above 0.
-    """
-    return math.ceil(outer_s / inner_s / OUTER_SHARE)
 
 
 # --- averages of changes, by a Reducer ----------------------------------------------------------

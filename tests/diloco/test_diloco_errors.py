@@ -65,6 +65,12 @@ def given(optimizer: Callable[[nn.Module], Any]) -> Callable[[], Any]:
     return make_it
 
 
+def partly_frozen(value: float) -> nn.Module:
+    model = Plain()
+    model.bias = nn.Parameter(torch.full((48,), value), requires_grad=False)
+    return model
+
+
 # What ranks 0 and 1 pass, where these differ, and what all are told.
 DIFFER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"sync_every": 4}, {"sync_every": 5}, "sync_every: 5 instead of 4"),
@@ -75,6 +81,7 @@ DIFFER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"seed": 1}, "seed"),
     ({"model": Plain()}, {"model": Plain(torch.bfloat16)}, "bfloat16"),
     ({"model": nn.Linear(4, 4)}, {"model": nn.Linear(4, 5)}, "weight"),
+    ({"model": partly_frozen(0.0)}, {"model": partly_frozen(1.0)}, "values of frozen parameters"),
 ]
 # What rank 1 passes, which no rank could.
 BAD: list[dict[str, Any]] = [

@@ -20,6 +20,7 @@ from gradferry.core.agreement import (
     Record,
     losing_names_ranks,
     on_all_ranks,
+    record_hash,
     rendezvous_place,
 )
 from gradferry.core.device import CPU
@@ -74,18 +75,12 @@ class GlobalParameters:
         self._frozen = {n: p for n, p in model.named_parameters() if n not in self._parameters}
         self.names = list(self._parameters)
         self.device = _place(device, self._local())
-        kept = torch.contiguous_format  # fused optimizers take memory as it comes, whatever strides
-        self.tensors = [
-            nn.Parameter(
-                now.to(
-                    self.device,
-                    torch.promote_types(now.dtype, torch.float32),
-                    copy=True,
-                    memory_format=kept,
-                )
-            )
-            for now in self._local()
-        ]
+        self.tensors: list[nn.Parameter] = []
+        for now in self._local():
+            dtype = torch.promote_types(now.dtype, torch.float32)
+            # Fused optimizers take memory as it comes, whatever strides.
+            start = now.to(self.device, dtype, copy=True, memory_format=torch.contiguous_format)
+            self.tensors.append(nn.Parameter(start))
         self.make_changes()
         self.outer = _outer_optimizer(make_outer, self.tensors)
         self._made = [type(self.outer).__name__, *described(self.outer)]
@@ -133,6 +128,9 @@ class GlobalParameters:
                 }
                 for name, each in [*self._parameters.items(), *self._frozen.items()]
             ],
+            "values of frozen parameters": record_hash(
+                _native.parameter_hashes([_own_part(each) for each in self._frozen.values()])
+            ),
             "outer optimizer as it was made": self._made,
         }
 
@@ -152,25 +150,22 @@ class GlobalParameters:
     # --- what happens between two steps ---
 
     def expect_same_model(self) -> None:
-        """The model has the parameters that it had.
-
-        Raises:
-            StateError: one was replaced, removed, added or unfrozen.
-        """
-        for change in self._changes_of_model():
-            raise StateError(
-                f"{change}; the model must stay as it is: make a new DiLoCo on every rank"
-            )
-
-    def _changes_of_model(self) -> Iterator[str]:
+        """Raises StateError where a parameter was replaced, removed, added or unfrozen."""
         self._local()  # has FSDP2 put the shards into the modules
-        now = dict(self._model.named_parameters())
-        for name, parameter in {**self._parameters, **self._frozen}.items():
-            if now.get(name) is not parameter:
-                yield f"the parameter {name!r} was {'replaced' if name in now else 'removed'}"
+        now, own = dict(self._model.named_parameters()), {**self._parameters, **self._frozen}
+        changes = {
+            name: "replaced" if name in now else "removed"
+            for name, parameter in own.items()
+            if now.get(name) is not parameter
+        }
         for name, parameter in now.items():
             if parameter.requires_grad and name not in self._parameters:
-                yield f"the parameter {name!r} was added or unfrozen"
+                changes[name] = "added or unfrozen"
+        for name, change in changes.items():
+            raise StateError(
+                f"the parameter {name!r} was {change}; the model must stay as it is: make a new "
+                "DiLoCo on every rank"
+            )
 
     def expect_known(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises StateError where an optimizer has stepped on the model that was not given."""
@@ -287,17 +282,12 @@ class GlobalParameters:
 
     # --- handed on ---
 
-    def frozen_hashes(self) -> list[int]:
-        """Hashes of the parameters that were frozen from the beginning."""
-        return _native.parameter_hashes([_own_part(each) for each in self._frozen.values()])
-
-    def hand_on(self, source: int, group: dist.ProcessGroup, *, frozen: bool) -> io.BytesIO:
+    def hand_on(self, source: int, group: dist.ProcessGroup) -> io.BytesIO:
         """What the rank `source` has, for `take`. Collective.
 
         Args:
             source: the rank in the group.
             group: of the ranks.
-            frozen: whether also the parameters that were frozen from the beginning.
 
         Raises:
             PeerError: a rank was lost.
@@ -306,8 +296,7 @@ class GlobalParameters:
 
         def pack() -> Record:
             if group.rank() == source:
-                parts = [_own_part(each).clone() for each in self._frozen.values() if frozen]
-                torch.save([self.saved(), parts], file)
+                torch.save(self.saved(), file)
             return {"bytes": len(file.getbuffer())}
 
         size = on_all_ranks(pack, group, self.device, "what newcomers get")[source]["bytes"]
@@ -317,20 +306,10 @@ class GlobalParameters:
             wait_or_hear(group.broadcast(message, source), group)
         return io.BytesIO(message.cpu().numpy().tobytes())
 
-    @torch.no_grad()
-    def take(self, handed: io.BytesIO, *, trained: bool) -> None:
-        """Goes on with what another rank has handed on.
-
-        Args:
-            handed: what `hand_on` returned.
-            trained: whether with all of it, not only with the parameters that were frozen.
-        """
-        saved, frozen = torch.load(handed, map_location=CPU, weights_only=True)
-        for each, value in zip(self._frozen.values(), frozen, strict=False):
-            _own_part(each).copy_(value)
-        if trained:
-            self.load(saved, lambda: None)
-            self.go_on_from_here()
+    def take(self, handed: io.BytesIO) -> None:
+        """Goes on with what another rank has handed on."""
+        self.load(torch.load(handed, map_location=CPU, weights_only=True))
+        self.go_on_from_here()
 
     # --- saved ---
 
@@ -347,7 +326,7 @@ class GlobalParameters:
         }
 
     @torch.no_grad()
-    def load(self, saved: Mapping[str, Any], also: Callable[[], None]) -> None:
+    def load(self, saved: Mapping[str, Any], also: Callable[[], None] = lambda: None) -> None:
         """Restores what `saved` returned, and what `also` does, or nothing.
 
         Raises:
