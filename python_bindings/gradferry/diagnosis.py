@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -38,7 +39,6 @@ from gradferry.ddp.trial import (
     computing_on,
     most_precise,
 )
-from gradferry.diloco import OUTER_SHARE, hiding_period
 from gradferry.errors import ConfigError
 
 __all__ = ["Diagnosis", "Step", "doctor"]
@@ -63,6 +63,7 @@ _TOO_SHORT_S = 2e-3
 # A hook keeps up if a step under it takes less than so many times a step without communication.
 _BEHIND = 2.0
 _OUTER_CODEC = "q4"  # DiLoCo's default
+_OUTER_SHARE = 0.05  # of the time of training that an outer step may take unnoticed
 
 BUSY = 0.2  # share of their time that threads wait for a processor
 _THREADS = Path("/proc/self/task")
@@ -470,10 +471,10 @@ def advise_diloco(outcomes: Sequence[Outcome], silent_s: float) -> str:
     # The whole step, and not what it takes beyond a step without communication: of its messages a
     # part travels during the backward pass, and nothing computes beside an outer step.
     outer_s = min(map(_seconds, same))
+    period = math.ceil(outer_s / silent_s / _OUTER_SHARE)
     return (
-        f"; none of these keeps up, and gradferry.DiLoCo would: from sync_every="
-        f"{hiding_period(outer_s, silent_s)} on an outer step of {near.candidate.hook} takes at "
-        f"most {OUTER_SHARE:.0%} of a period"
+        f"; none of these keeps up, and gradferry.DiLoCo would: from sync_every={period} on an "
+        f"outer step of {near.candidate.hook} takes at most {_OUTER_SHARE:.0%} of a period"
     )
 
 

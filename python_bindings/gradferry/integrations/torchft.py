@@ -180,7 +180,8 @@ class FragmentAverages:
         changes: dict[str, Any] = dict(self._fragment._grads)
         reducer = self._reducer_of_quorum(changes)
         self._withheld = reducer.before_average()
-        reducer.fade(self._withheld, self._decay)
+        if self._decay != 1.0:
+            reducer.scale_residuals(self._decay)
         # Spares add zeros, and torchft divides the sum by the number of participants.
         takes_part = self._manager.is_participating()
         share = reducer.world_size / self._manager.num_participants() if takes_part else 0.0
