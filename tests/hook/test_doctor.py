@@ -172,7 +172,7 @@ def test_doctor_says_what_a_batch_must_be() -> None:
         (lambda: x, "(x,)"),
         (lambda: None, "None"),
         (lambda: (x,), "the model returned Tensor"),
-        (x, "batch_fn must be a function"),
+        (x, "must be a function"),
     ):
         with pytest.raises(ConfigError, match=f"(?s)batch_fn.*{re.escape(part)}"):
             gradferry.doctor(ddp, batch_fn, hooks=["q4"], show=False)

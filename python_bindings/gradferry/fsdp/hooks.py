@@ -5,22 +5,20 @@ over replicas, reduce-scatter them, or gather parameters. Each hands them to its
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 from torch.autograd import Variable
 
 from gradferry import _native
 from gradferry.averaging.running import Running
 from gradferry.core.agreement import rendezvous_place
-from gradferry.core.rendezvous import meet, store_of, timeout_of
-from gradferry.core.warn import warn
-from gradferry.errors import EchoError, GradferryError, GradferryWarning, PeerError, StateError
+from gradferry.core.rendezvous import meet, timeout_of
+from gradferry.core.warn import warn_or_log
+from gradferry.errors import GradferryError, PeerError, StateError
 from gradferry.fsdp.model import ShardedModule
 
 Result = TypeVar("Result")
@@ -28,8 +26,6 @@ Result = TypeVar("Result")
 _NEEDS_ALL = (
     "and momentum= needs that of every parameter in every pass; make all take part, or leave it out"
 )
-# A rank that says for so long that it waits is not just slow to say that it no longer does.
-_SURE_SECONDS = 4
 
 
 # --- exchanges ------------------------------------------------------------------------------------
@@ -259,22 +255,16 @@ class GradientHook(ModuleHook):
 
     def _warn_of_parts(self) -> None:
         """After the first of the backend's own collectives: all ranks are in it, and none may wait
-        for one that the warning has stopped.
+        for one that the warning has stopped. So it never raises.
         """
         if self.running.engine is None or self._has_warned:
             return
         self._has_warned = True
-        text = (
+        warn_or_log(
             f"some parameters of {self.module.name!r} have no gradient: in such passes its "
             "gradients are sent uncompressed. model.set_reduce_scatter_unused_params(True) "
             "reduces zeros for them, where this torch has it"
         )
-        try:
-            warn(text)
-        except GradferryWarning as warning:  # the user's filters make it an error
-            said = f"rank {self.running.world_rank}: {type(warning).__name__}: {text}"
-            end_all([self.running], said)
-            raise
 
 
 class ReplicaHook(GradientHook):
@@ -617,43 +607,19 @@ class AllGather(Exchange):
 
     def meet(self, purpose: str, remedy: str) -> None:
         """Waits, outside of a pass, until all ranks call this. Raises PeerError on all if one does
-        not, or is in a pass instead, where it waits for messages of this one.
+        not.
 
         Args:
             purpose: what ranks that stay away did not do.
             remedy: what to do about it.
         """
         self.settle()
-        running = self.running
-        group = running.group
+        group = self.running.group
         try:
             # Before those that wait for a message of this rank give up.
-            place = rendezvous_place(group, running.transport.device)
-            meet(group, 0.9 * timeout_of(group, place), purpose, self._listen(purpose))
+            place = rendezvous_place(group, self.running.transport.device)
+            meet(group, 0.9 * timeout_of(group, place), purpose)
         except PeerError as error:
             text = f"{str(error).partition(';')[0]}; {remedy}"
-            end_all([running], text)
+            end_all([self.running], text)
             raise PeerError(text) from None
-
-    def _listen(self, purpose: str) -> Callable[[], None]:
-        """A function that raises EchoError where the next rank of the group waits in a gather: all
-        that this rank takes part in are complete, and so that is one which it does not. Where some
-        ranks are in a pass, and the others meet, one of them is the next of another.
-        """
-        running = self.running
-        rank = (running.rank + 1) % running.world_size
-        store = PrefixStore(f"gradferry/{running.nonce}/peers", store_of(running.group))
-        key, asked, waits = f"present/{rank}", time.monotonic(), 0
-
-        def listen() -> None:
-            nonlocal asked, waits
-            if time.monotonic() - asked < 1:
-                return
-            asked = time.monotonic()
-            in_pass = store.check([key]) and store.get(key) == b"1"  # hooks/peers.h
-            waits = waits + 1 if in_pass else 0
-            if waits > _SURE_SECONDS:
-                name = _native.name_ranks([running.world_ranks[rank]])
-                raise EchoError(f"{name} did not {purpose}, and is in a pass already")
-
-        return listen
