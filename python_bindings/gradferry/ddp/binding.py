@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,8 +35,6 @@ class Binding:
         handover: compares handed-over momenta; None unless the hook has momentum mode, warm-up
             steps and other ranks.
         watch: looks at the model's parameters, and whether DDP calls the hook.
-        passed_on: what a loaded state says of a choice, where nothing is chosen: in a world of one,
-            or without an engine. A state saved there says it again.
     """
 
     def __init__(self, running: Running, model: Model, *, native: bool) -> None:
@@ -55,7 +52,6 @@ class Binding:
             self.handover = MomentumHandover(running)
             self.handover.start(self.hook)
         self.watch = ModelWatch(model, running, self.hook, native=native)
-        self.passed_on: dict[str, Any] = {}
 
     def resume(self, steps: int) -> None:
         """Continues from a checkpoint after so many steps."""

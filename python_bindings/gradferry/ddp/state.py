@@ -129,7 +129,7 @@ class HookState(Averaging):
         state = saved_state.save(bound.running, bound.hook.finished_steps())
         if bound.chooser is not None:
             state["choice"] = bound.chooser.choice.saved()
-        return {**bound.passed_on, **state}
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
         """Restores what `state_dict` returned. Call it on every rank. With ``"auto"`` it also
@@ -204,12 +204,8 @@ def _load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
             return
     # A world of one chooses no codec, but may load a state in which others chose one.
     has_choice = isinstance(saved, Mapping) and "choice" in saved
-    choice = Choice.restored(saved["choice"]) if has_choice else None
-    chosen = None if choice is None else choice.codec
+    chosen = Choice.restored(saved["choice"]).codec if has_choice else None
     bound.resume(saved_state.load(bound.running, saved, on_resize, chosen=chosen))
-    bound.passed_on.clear()
-    if choice is not None:
-        bound.passed_on["choice"] = choice.saved()
 
 
 def _restore_choice(
