@@ -284,7 +284,7 @@ def _finish(
     for each in attached:
         each.set_hooks()
         if isinstance(each, AllGather):
-            each.connect([other for other in attached if other.averages])
+            each.others = [other.running for other in attached if other.averages]
             model.register_forward_hook(lambda *_, gathers=each: gathers.settle())
     apart = list(unsharded_parameters(model, modules))
     watch(model, Guard(modules, attached, apart))

@@ -351,7 +351,6 @@ class ReduceScatterHook(InOwnMemory, GradientHook):
             op: SUM or AVG.
             async_op: not with a codec, since FSDP2 never asks for it.
         """
-        self.exchange.settle()
         averages = op == dist.ReduceOp.AVG
         if self.running.engine is not None:
             self._expect_usable(group, op, async_op)
@@ -398,14 +397,13 @@ class GatherHook(InOwnMemory, ModuleHook):
         size, gathered = self.running.world_size, [m.gathered for m in self.exchange.modules]
         first = size * sum(map(len, gathered[: self.number]))
         self._indices = range(first, first + size * len(gathered[self.number]))
-        self._own_elements = sum(shard.size.numel() for shard in self.module.gathered)
         self._kept: object = None  # of which parameters is what was gathered last, if it is kept
 
     def set(self) -> None:
         module, reduces = self.module, self.module.reduce_scatter
         self._default = module.all_gather
         super().set()
-        if self.running.transport.on_host and not isinstance(reduces, ReduceScatterHook):
+        if self.running.transport.on_host:
             module.reduce_scatter = Settled(reduces, self.exchange)
 
     def __call__(
@@ -482,11 +480,6 @@ class GatherHook(InOwnMemory, ModuleHook):
                 f"to be {expected}; attach after the last change to the mixed precision policy and "
                 "to dtypes of parameters"
             )
-        if given.numel() != self._own_elements:
-            self.exchange.fail(
-                f"{name!r} gathers {given.numel()} elements of this rank, and had "
-                f"{self._own_elements} at attach; attach after the last change to the model"
-            )
 
 
 def _in_backward() -> bool:
@@ -513,13 +506,16 @@ class _Gathering(dist.Work):
 
 
 class Settled:
-    """FSDP2's reduce-scatter, or the user's, which a rank that has found an error does not come to:
-    the others must hear of it before they wait there.
+    """A reduce-scatter, which a rank that has found an error in a gather does not come to: the
+    others must hear of it before they wait there.
+
+    Attributes:
+        exchange: of the reduce-scatter; None: it is not gradferry's.
     """
 
-    def __init__(self, comm: Any, exchange: AllGather) -> None:
-        self._comm = comm
-        self._exchange = exchange
+    def __init__(self, comm: Any, gathers: AllGather) -> None:
+        self.exchange = getattr(comm, "exchange", None)
+        self._comm, self._gathers = comm, gathers
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -530,7 +526,7 @@ class Settled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
         """Reduces."""
-        self._exchange.settle()
+        self._gathers.settle()
         work: dist.Work | None = self._comm(*args, **kwargs)
         return work
 
@@ -546,15 +542,10 @@ class Replicas(Gradients):
 
 
 class ReduceScatter(Gradients):
-    """The reduce-scatter of gradients within a replica.
-
-    Attributes:
-        settle: called first.
-    """
+    """The reduce-scatter of gradients within a replica."""
 
     name, what = "reduce_scatter", "reduce-scatter"
     hook, slot = ReduceScatterHook, "reduce_scatter"
-    settle: Callable[[], None] = staticmethod(lambda: None)
 
     @property
     def num_parts(self) -> int:
@@ -570,7 +561,7 @@ class AllGather(Exchange):
 
     Attributes:
         exact: whether FSDP2 itself gathers, for now.
-        others: end with this one.
+        others: exchanges of the model, which end with this one.
     """
 
     name, what = "all_gather", "all-gather"
@@ -578,13 +569,6 @@ class AllGather(Exchange):
     rules_option, averages = "all_gather_rules", False
     exact = False
     others: Sequence[Running] = ()
-
-    def connect(self, others: Sequence[Exchange]) -> None:
-        """Lets the other exchanges of the model know of errors in gathers."""
-        self.others = [each.running for each in others]
-        for each in others:
-            if isinstance(each, ReduceScatter):
-                each.settle = self.settle
 
     def settle(self, *, on_device: bool = False) -> None:
         """Waits until all ranks have said that what they gathered, and used, is right. On a device,
