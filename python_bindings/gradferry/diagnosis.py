@@ -54,8 +54,6 @@ DEFAULT_HOOKS = (PLAIN, "torch:bf16", *CODECS)
 _NO_SYNC = Candidate("no communication", 0.0, needs_memory=False)
 _BEFORE = 2  # steps: in the first DDP arranges its buckets, and the optimizer makes its state
 
-# Shorter steps of a processor vary by as much as they take: its scheduler gives turns of that size.
-_TOO_SHORT_S = 2e-3
 # A hook keeps up if a step under it takes less than so many times a step without communication.
 _BEHIND = 2.0
 
@@ -314,13 +312,6 @@ class _Examination:
             for outcome in sorted(trial.outcomes, key=_seconds)
         )
         verdict = advise(trial.outcomes, silent_s, self._options)
-        fastest = min(trial.outcomes, key=_seconds)
-        if self.place.type == "cpu" and fastest.seconds < _TOO_SHORT_S:
-            verdict = (
-                f"Too short to tell: a step with {fastest.shown} is about as long as a processor's "
-                f"scheduler delays one ({plain.shown}); ask with the "
-                "model and the batch that you train."
-            )
         if on_one_host:
             verdict = f"On one host, {verdict[:1].lower()}{verdict[1:]}"
         return Diagnosis(
