@@ -296,7 +296,7 @@ class _Examination:
         sent: dict[Candidate, int] = {}
         while (candidate := trial.current) is not None:
             again = " again" if candidate in sent else ""
-            self.emit(f"trying {candidate.name}{again}, {len(trial.waiting)} to go")
+            self.emit(f"trying {candidate.name}{again}")
             sent[candidate] = self._try(trial, candidate)
         plain = plain_of(trial.outcomes)
         steps = tuple(

@@ -15,7 +15,6 @@ from gradferry.core.options import Options
 from gradferry.ddp.auto import Chooser, chooses
 from gradferry.ddp.model import Model, leaves_out_buckets
 from gradferry.ddp.watch import ModelWatch
-from gradferry.errors import StateError
 
 _RECOVERY_HINT = (
     "This hook is finished. To go on, delete this DistributedDataParallel first (its hook would "
@@ -67,7 +66,6 @@ def bind(
     options: Options,
     *,
     native: bool,
-    is_bound: bool = False,
 ) -> Binding:
     """Agrees with all ranks of DDP's group and starts the engine. Collective.
 
@@ -75,17 +73,12 @@ def bind(
         ddp: has no communication hook yet.
         codec, options: checked here, so that an error in them is raised on all ranks.
         native: also registers the native hook.
-        is_bound: whether the calling state already has a model, which is an error on all ranks.
 
     Raises as `start` does.
     """
     model = Model(ddp)
 
     def propose_here() -> Running:
-        if is_bound:
-            raise StateError(
-                "this HookState is bound to a model already; make one HookState for each model"
-            )
         config = make_config(codec, options)
         model.check(config)
         return propose(config, model.group, model.device, model.named, model.record, _RECOVERY_HINT)

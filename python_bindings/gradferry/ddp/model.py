@@ -49,17 +49,9 @@ class Model:
     def __init__(self, ddp: nn.Module) -> None:
         self.ddp = ddp = distributed_in(ddp)
         self.group = _process_group(ddp)
-        self.named: Named = []
+        self.named: Named = reduced_parameters(ddp)
         self.apart: frozenset[str] = frozenset()
-        self.device = CPU
-        self._failure: Exception | None = None
-        try:
-            self.named = reduced_parameters(ddp)
-            if self.named:
-                self.device = self.named[0][1].device
-        except Exception as error:  # check() tells it, and so the other ranks hear of it
-            self._failure = error
-            self.device = torch.device(self.group._device_types[0].type)
+        self.device = self.named[0][1].device if self.named else CPU
         self.record: Record = {
             "find_unused_parameters": ddp.find_unused_parameters,
             "static_graph": ddp.static_graph,
@@ -73,10 +65,7 @@ class Model:
 
         Raises:
             ConfigError: this model cannot have a hook, or not with this configuration.
-            Exception: its parameters could not be read, as in a shortage of memory.
         """
-        if self._failure is not None:
-            raise self._failure
         _check_hookable(self.ddp)
         self.apart = _check_parameters(self.ddp, self.named)
         _check_buckets(self.ddp, self.named)

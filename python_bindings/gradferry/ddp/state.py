@@ -83,8 +83,11 @@ class HookState(Averaging):
         self._bind(ddp, native=False)
 
     def _bind(self, ddp: DistributedDataParallel, *, native: bool) -> None:
-        is_bound = self._binding is not None
-        self._binding = bind(ddp, self._codec, self._options, native=native, is_bound=is_bound)
+        if self._binding is not None:
+            raise StateError(
+                "this HookState is bound to a model already; make one HookState for each model"
+            )
+        self._binding = bind(ddp, self._codec, self._options, native=native)
         running = self._binding.running
         watch_optimizer(running)
         warn_about_rules([(running, "rules")])

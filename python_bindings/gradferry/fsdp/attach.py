@@ -26,7 +26,7 @@ from gradferry.fsdp.hooks import (
     Exchange,
     ModuleHook,
     ReduceScatter,
-    ReplicaGroup,
+    ReplicaHook,
     Replicas,
     Settled,
 )
@@ -304,7 +304,7 @@ def _check_modules(modules: Sequence[ShardedModule]) -> None:
     members = [world_ranks(group) for group in modules[0].groups]
     for module in modules:
         module.expect_values()
-        if isinstance(module.all_reduce_group, ReplicaGroup):
+        if isinstance(module.all_reduce_group, ReplicaHook):
             raise _attached_already(module)
         theirs = [world_ranks(group) for group in module.groups]
         if theirs != members:

@@ -98,12 +98,8 @@ def end_all(runnings: Iterable[Running], error: str) -> None:
 class Gradients(Exchange):
     """An exchange of gradients; it notes which modules had some in a backward pass."""
 
-    def __init__(
-        self, running: Running, modules: Sequence[ShardedModule], part: str | None = None
-    ) -> None:
-        super().__init__(running, modules, part)
-        self._called: set[int] = set()
-        self._is_queued = False
+    _called: frozenset[int] = frozenset()
+    _is_queued = False
 
     @property
     def num_parts(self) -> int:
@@ -128,7 +124,7 @@ class Gradients(Exchange):
         if not self._called and self.running.config.check_every:
             shards = [shard for module in self.modules for shard in module.shards]
             engine.compare([shard.values() for shard in shards])
-        self._called.add(number)
+        self._called |= {number}
 
     def _end_last(self) -> None:
         """FSDP2's callbacks may reduce the last modules. A model that is not sharded as a whole has
@@ -151,7 +147,7 @@ class Gradients(Exchange):
             self._finish()
 
     def _finish(self) -> None:
-        called, self._called = self._called, set()
+        called, self._called = self._called, frozenset()
         engine = self.running.engine
         if engine is None:
             return
@@ -163,16 +159,6 @@ class Gradients(Exchange):
 
 
 # --- hooks ----------------------------------------------------------------------------------------
-
-
-class InOwnMemory:
-    """What FSDP2 asks of a custom collective beside the call: memory."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Memory for what is exchanged."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
 
 class ModuleHook:
@@ -195,6 +181,12 @@ class ModuleHook:
     def set(self) -> None:
         """Makes FSDP2 call this hook."""
         setattr(self.module, self.exchange.slot, self)
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for what is exchanged, for which FSDP2 asks a custom collective."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def start(self, indices: Sequence[int], tensor: torch.Tensor) -> _native.PendingExchange:
         """Hands a bucket to the engine, which there is."""
@@ -248,30 +240,40 @@ class GradientHook(ModuleHook):
                 )
             exchange.passed += 1
             engine.note_passed(indices)
+            if not self._has_warned:
+                self._has_warned = True
+                # It never raises: the other ranks are going to wait for this one.
+                warn_or_log(
+                    f"some parameters of {self.module.name!r} have no gradient: in such passes its "
+                    "gradients are sent uncompressed. model.set_reduce_scatter_unused_params(True) "
+                    "reduces zeros for them, where this torch has it"
+                )
             return False
         real = torch.view_as_real(gradient).view(-1) if gradient.is_complex() else gradient
         self.start(indices, real).wait()
         return True
 
-    def _warn_of_parts(self) -> None:
-        """After the first of the backend's own collectives: all ranks are in it, and none may wait
-        for one that the warning has stopped. So it never raises.
-        """
-        if self.running.engine is None or self._has_warned:
-            return
-        self._has_warned = True
-        warn_or_log(
-            f"some parameters of {self.module.name!r} have no gradient: in such passes its "
-            "gradients are sent uncompressed. model.set_reduce_scatter_unused_params(True) "
-            "reduces zeros for them, where this torch has it"
-        )
 
+class ReplicaHook(GradientHook, dist.ProcessGroup):
+    """Averages over replicas. What FSDP2 calls in place of the group of one module's replicas, with
+    which it only reduces gradients.
 
-class ReplicaHook(GradientHook):
-    """Averages over replicas, where FSDP2 calls their group."""
+    Attributes:
+        wrapped: that group.
+    """
 
-    def set(self) -> None:
-        self.module.all_reduce_group = ReplicaGroup(self)
+    def __init__(self, exchange: Gradients, module: ShardedModule, number: int) -> None:
+        GradientHook.__init__(self, exchange, module, number)
+        dist.ProcessGroup.__init__(self, self.running.rank, self.running.world_size)
+        self.wrapped = self.running.group
+
+    # torch.distributed finds the wrapped group wherever it looks this one up, as for the log of an
+    # exception.
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.wrapped
+
+    def __hash__(self) -> int:
+        return hash(self.wrapped)
 
     def __call__(self, gradient: torch.Tensor, op: object) -> None:
         """Replaces this rank's shards by their reduction.
@@ -283,38 +285,15 @@ class ReplicaHook(GradientHook):
         if self.module.shards[0].dtype.is_complex:
             gradient = torch.view_as_complex(gradient)
         if not self._average(gradient):
-            dist.all_reduce(gradient, op=op, group=self.running.group)
-            self._warn_of_parts()
+            dist.all_reduce(gradient, op=op, group=self.wrapped)
         elif op == dist.ReduceOp.SUM:
             gradient.mul_(self.running.world_size)
-
-
-class ReplicaGroup(dist.ProcessGroup):
-    """What FSDP2 calls in place of the group of one module's replicas: it only reduces gradients.
-
-    Attributes:
-        wrapped: that group.
-        exchange: of its hook.
-    """
-
-    def __init__(self, hook: ReplicaHook) -> None:
-        super().__init__(hook.running.rank, hook.running.world_size)
-        self.wrapped = hook.running.group
-        self._hook, self.exchange = hook, hook.exchange
-
-    # torch.distributed finds the wrapped group wherever it looks this one up, as for the log of an
-    # exception.
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is self.wrapped
-
-    def __hash__(self) -> int:
-        return hash(self.wrapped)
 
     def allreduce(  # type: ignore[override]
         self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions
     ) -> dist.Work:
         (gradient,) = tensors
-        self._hook(gradient, opts.reduceOp)
+        self(gradient, opts.reduceOp)
         return _Done()
 
 
@@ -325,7 +304,7 @@ class _Done(dist.Work):
         return True
 
 
-class ReduceScatterHook(InOwnMemory, GradientHook):
+class ReduceScatterHook(GradientHook):
     """Reduces the gradients of all shards. What ``set_custom_reduce_scatter`` takes."""
 
     exchange: ReduceScatter
@@ -355,11 +334,9 @@ class ReduceScatterHook(InOwnMemory, GradientHook):
         if self.running.engine is not None:
             self._expect_usable(group, op, async_op)
         if not self._average(input_tensor):
-            work = dist.reduce_scatter_tensor(
+            return dist.reduce_scatter_tensor(
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op
             )
-            self._warn_of_parts()
-            return work
         size, rank = output_tensor.numel(), self.running.rank
         output_tensor.copy_(input_tensor[rank * size : (rank + 1) * size])
         if not averages:
@@ -382,7 +359,7 @@ class ReduceScatterHook(InOwnMemory, GradientHook):
             )
 
 
-class GatherHook(InOwnMemory, ModuleHook):
+class GatherHook(ModuleHook):
     """Gathers the parameters of all ranks. What ``set_custom_all_gather`` takes.
 
     Every rank decodes the messages of all ranks, its own included, so that all compute with the
