@@ -254,7 +254,7 @@ def examine(
     Raises:
         ConfigError: as for `doctor`.
     """
-    place = next(ddp.parameters()).device  # attach refuses models on several
+    place = next(ddp.parameters()).device
     if ddp.process_group.size() < 2:
         raise ConfigError("doctor needs two ranks at least: a world of one does not communicate")
     on_host = agreed_transport(place, ddp.process_group).on_host
