@@ -46,7 +46,7 @@ REFUSED = [
     ("demo --steps 0", "steps must be at least"),
     ("demo --ranks 99", "ranks must be from 1 to 16"),
     ("demo --out /dev/null/results", "cannot make this folder"),
-    ("doctor --hooks auto", "'auto' chooses among hooks"),
+    ("doctor --hooks auto", "there is no codec 'auto'"),
     ("doctor --model transfomer", "did you mean 'transformer'"),
     ("doctor --bucket-cap 0", "--bucket-cap: 0"),
     ("doctor --ranks 1", "two ranks at least"),

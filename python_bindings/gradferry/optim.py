@@ -11,7 +11,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from gradferry.averaging.advice import OVERLAPPED_ZERO
 from gradferry.averaging.handle import Averaging
 from gradferry.averaging.momentum import DeliveredMomentum, end_momentum_mode
 from gradferry.ddp.state import HookState, bound_to
@@ -53,11 +52,9 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
     hook, after the model was wrapped and attached again: a hook without momentum ends momentum
     mode. Until then the first step behind that hook warns.
 
-    Why the factor: what arrives is the average m * average + (1 - m) * gradient, whose mean is the
-    gradient's and whose noise has (1 - m) / (1 + m) of its variance. Adam divides by the root of
-    that, so that without the factor it would go that much too far. With it parameters drift and
-    scatter, where noise prevails, as at the rate that was tuned; where signal prevails steps are
-    shorter, by that factor at most.
+    docs/design/decisions.md derives the factor. With it parameters drift and scatter, where noise
+    prevails, as at the rate that was tuned; where signal prevails steps are shorter, by that factor
+    at most.
 
     Why it bears coarse compression: an average changes slowly, so the parts that error feedback
     delivers late are still right when they arrive (1-bit Adam: Tang et al. 2021;
@@ -132,7 +129,7 @@ def _that_steps(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
         return optimizer
     if optimizer._overlap_with_ddp:  # type: ignore[attr-defined]
-        raise ConfigError(OVERLAPPED_ZERO)
+        raise ConfigError("it steps inside the backward pass: build it without overlap_with_ddp")
     shard: torch.optim.Optimizer = optimizer.optim  # type: ignore[attr-defined]
     return shard
 

@@ -16,7 +16,7 @@ from auto_trials import AUTO, CUT, FOUND, TRIAL, case_given, equal, timed, try_a
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import make_config
 from gradferry.core.nodes import Exchange, Nodes, choose_exchange, exchanges_to_choose_from, flat
-from gradferry.ddp.auto import TRY_AGAIN_AFTER, Choice, candidates, chooses, chosen_by
+from gradferry.ddp.auto import TRY_AGAIN_AFTER, Choice, candidates, chooses
 from gradferry.ddp.state import bound_to
 from gradferry.ddp.trial import (
     HOPELESS,
@@ -28,6 +28,7 @@ from gradferry.ddp.trial import (
     most_precise,
 )
 from gradferry.ddp.trial import Outcome as Measured
+from gradferry_lab.workloads.hooks import chosen_by
 from on_ranks import on_ranks
 from outcomes import attempt
 from scenario import Run

@@ -1,4 +1,4 @@
-"""Warnings of what works, but not as a user wants it: optimizers, rules, and short messages."""
+"""Warnings of what works, but not as a user wants it: optimizers, and rules."""
 
 from __future__ import annotations
 
@@ -18,17 +18,6 @@ from gradferry.core.config import COARSE_BITS, Rule
 from gradferry.core.names import closest
 from gradferry.core.parameters import ParameterLayout
 from gradferry.core.warn import warn
-from gradferry.errors import ConfigError
-
-SMALL_MESSAGE = 8192
-COSTLY_MESSAGES = "Messages below 8 KB cost more than their bytes"
-_FEW_RANKS = 8  # so few messages in a bucket cost little, however short
-
-OVERLAPPED_ZERO = (
-    "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not go with gradferry: it steps in a "
-    "communication hook, inside backward and before ranks know that every bucket has arrived; "
-    "build it without overlap_with_ddp, and call its step() after backward"
-)
 
 _FOR_ANOTHER_HOOK = (
     "{} was set up by momentum_mode() for another hook than the one that delivers its gradients: "
@@ -45,9 +34,6 @@ def watch_optimizer(running: Running) -> None:
     DistributedDataParallel. In momentum mode it is one with its own momentum, unless its class has
     the attribute ``takes_momentum = True``, which means that it expects momentum instead of
     gradients. Else it is Adam with a codec below 3 bits and a worker residual.
-
-    A ZeroRedundancyOptimizer that steps in a communication hook only, and so has done nothing, gets
-    a ConfigError.
     """
     weak = weakref.ref(running)  # the model may outlive its hook
     judged = weakref.WeakSet[Optimizer]()
@@ -56,8 +42,6 @@ def watch_optimizer(running: Running) -> None:
         running = weak()
         if running is None or optimizer in judged:
             return
-        if getattr(optimizer, "_overlap_with_ddp", False):
-            raise ConfigError(OVERLAPPED_ZERO)
         judged.add(optimizer)
         if text := _unsuited(running, optimizer):
             handle.remove()
@@ -147,25 +131,6 @@ def warn_about_rules(exchanges: Sequence[tuple[Running, str]]) -> None:
         "float64 or complex numbers, of at most one dimension or of fewer than 1024 elements) and "
         f"is sent as it is. Give parameters of fp32, bf16 or fp16 a codec by {options}, or take "
         "'off' instead"
-    )
-
-
-def warn_about_messages(running: Running, bucket_bytes: int) -> None:
-    """Warns if so many ranks share a bucket of DDP's that messages are short."""
-    parameters, ranks = running.parameters, running.world_size
-    whole = sum(each.num_elements * each.dtype.itemsize for each in parameters)
-    if not running.transport.exchanges or ranks <= _FEW_RANKS or whole < bucket_bytes:
-        return
-    sent = sum(each.num_elements * each.codec.bits(each.dtype) / 8 for each in parameters)
-    message = sent * bucket_bytes / whole / ranks
-    if message >= SMALL_MESSAGE:
-        return
-    fewer = ", or attach with nodes=, which sends fewer" if running.exchange.nodes.is_flat else ""
-    warn(
-        f"{COSTLY_MESSAGES}, and {running.codec_asked_for!r} sends messages of about "
-        f"{message:,.0f} bytes: {ranks} ranks share every bucket of {bucket_bytes / 2**20:g} MiB. "
-        f"Build DistributedDataParallel with bucket_cap_mb="
-        f"{math.ceil(bucket_bytes / 2**20 * SMALL_MESSAGE / message)}{fewer}"
     )
 
 

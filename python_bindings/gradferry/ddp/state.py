@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
 from gradferry.averaging import saved_state
-from gradferry.averaging.advice import warn_about_messages, warn_about_rules, watch_optimizer
+from gradferry.averaging.advice import warn_about_rules, watch_optimizer
 from gradferry.averaging.description import describe
 from gradferry.averaging.handle import Averaging
 from gradferry.averaging.running import Running
@@ -19,7 +19,6 @@ from gradferry.core.options import Options, takes_options
 from gradferry.core.warn import warn
 from gradferry.ddp.auto import Choice, Chooser
 from gradferry.ddp.binding import Binding, bind
-from gradferry.ddp.model import distributed_in
 from gradferry.errors import ConfigError, StateError
 
 _HOW_TO_BIND = (
@@ -84,12 +83,14 @@ class HookState(Averaging):
         self._bind(ddp, native=False)
 
     def _bind(self, ddp: DistributedDataParallel, *, native: bool) -> None:
-        is_bound = self._binding is not None
-        self._binding = bind(ddp, self._codec, self._options, native=native, is_bound=is_bound)
+        if self._binding is not None:
+            raise StateError(
+                "this HookState is bound to a model already; make one HookState for each model"
+            )
+        self._binding = bind(ddp, self._codec, self._options, native=native)
         running = self._binding.running
         watch_optimizer(running)
         warn_about_rules([(running, "rules")])
-        warn_about_messages(running, distributed_in(ddp).bucket_bytes_cap)
 
     def _bound(self) -> Binding:
         if self._binding is None:
@@ -131,7 +132,7 @@ class HookState(Averaging):
         state = saved_state.save(bound.running, bound.hook.finished_steps())
         if bound.chooser is not None:
             state["choice"] = bound.chooser.choice.saved()
-        return {**bound.passed_on, **state}
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
         """Restores what `state_dict` returned. Call it on every rank. With ``"auto"`` it also
@@ -206,12 +207,8 @@ def _load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
             return
     # A world of one chooses no codec, but may load a state in which others chose one.
     has_choice = isinstance(saved, Mapping) and "choice" in saved
-    choice = Choice.restored(saved["choice"]) if has_choice else None
-    chosen = None if choice is None else choice.codec
+    chosen = Choice.restored(saved["choice"]).codec if has_choice else None
     bound.resume(saved_state.load(bound.running, saved, on_resize, chosen=chosen))
-    bound.passed_on.clear()
-    if choice is not None:
-        bound.passed_on["choice"] = choice.saved()
 
 
 def _restore_choice(
