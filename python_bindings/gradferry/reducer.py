@@ -304,10 +304,6 @@ class Reducer(Averaging):
         if engine is not None:
             engine.fail(f"rank {self._started.world_rank}: {message}")
 
-    def _keep_no_tensors(self) -> None:
-        """Lets the registered tensors go: from now on every call passes its own."""
-        self._tensors = []
-
     def _watch_gradients(self, tensors: Sequence[torch.Tensor]) -> None:
         """Watches the optimizer of registered parameters whose gradients are averaged. The
         optimizer of local SGD, which steps between averages, never sees what is averaged.

@@ -308,36 +308,6 @@ def test_a_reducer_that_reads_parameters_keeps_no_averages() -> None:
     assert all(each() is None for each in kept)
 
 
-@on_ranks(2)
-def test_kept_name_has_one_codec_until_it_is_forgotten() -> None:
-    from gradferry import kept_reducers
-
-    def reduced(length: int, codec: str, **options: Any) -> Outcome:
-        options = {"name": "kept", **options}
-        return attempt(lambda: gradferry.all_reduce(torch.zeros(length), codec, **options))
-
-    assert reduced(9, "q4").error is None
-    again = reduced(9, "q8")
-    assert again.error == reduced(9, "q4").error == "StateError"
-    assert "with codec 'q4' before and now with 'q8'" in again.text
-    never = attempt(lambda: gradferry.forget("never"))
-    assert never.error == "StateError"
-    assert "nothing is kept for 'never'; there is something for ['kept']" in never.text
-    gradferry.forget("kept")
-    assert reduced(8, "q8").error is None
-    assert reduced(8, "auto", name="auto").error == "ConfigError"
-    gradferry.forget("kept")
-    assert reduced(8, "q4", name=["kept"]).error == "ConfigError"
-    group = dist.new_group()
-    assert reduced(9, "q4", group=group).error is None
-    dist.barrier()
-    dist.destroy_process_group(group)
-    assert reduced(9, "q4", group=group).error == "StateError"
-    assert reduced(9, "q4", name="other").error is None
-    assert list(map(list, kept_reducers._kept.values())) == [["other"]]
-    gradferry.forget("other")
-
-
 # --- calls that go wrong half-way, and memory that a call must not miss ---------------------------
 
 
@@ -486,6 +456,5 @@ def test_views_whose_memory_holds_the_opposite_are_averaged_as_they_read(view: b
     elif dist.get_rank() == 0:
         real, imaginary = torch.full((2,), 3.0), z.conj().resolve_conj()
     for name, tensor in (("real", real), ("imaginary", imaginary)):
-        gradferry.all_reduce(tensor, "exact", name=name)
-        gradferry.forget(name)
+        gradferry.Reducer([(name, tensor)], "exact").all_reduce()
     assert real.tolist() == imaginary.imag.tolist() == [2.0, 2.0]

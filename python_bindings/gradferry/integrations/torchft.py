@@ -202,7 +202,6 @@ class FragmentAverages:
         if self.reducer is None or self._quorum != quorum:
             self._let_go()
             made = self._make(changes, group=self._manager._pg.parent)
-            made._keep_no_tensors()
             take_up(made, self._withheld, self._manager.current_step())
             self.reducer, self._quorum = made, quorum
         return self.reducer
