@@ -122,9 +122,9 @@ JSON = st.recursive(
 
 @given(st.one_of(JSON.map(json.dumps), st.sampled_from(["[" * 100_000, "9" * 5000, "\ud800", ""])))
 @examples(QUICK)
-def test_foreign_manifest_is_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
-    folder = tmp_path_factory.mktemp("manifest")
-    (folder / "manifest.json").write_bytes(text.encode(errors="surrogatepass"))
+def test_foreign_pointer_is_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    folder = tmp_path_factory.mktemp("pointer")
+    (folder / "latest.json").write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(gradferry.StateError):
         gradferry.checkpoint.load(folder, rank=0)
 
