@@ -221,11 +221,9 @@ def _restore_choice(
         saved_state.check(running, saved, on_resize)
         # Where nothing chose, or for a named codec in another world, the measurement begins after
         # loading.
-        is_there, world_size = "choice" in saved, saved["world_size"]
-        if running.config.chooses:
-            is_there |= world_size > 1 and saved_state.holds_residuals(saved)
-        if is_there and (running.config.chooses or world_size == running.world_size):
-            choice = Choice.restored(saved.get("choice"))
+        is_of_here = running.config.chooses or saved["world_size"] == running.world_size
+        if is_of_here and "choice" in saved:
+            choice = Choice.restored(saved["choice"])
         return {"choice": choice.saved(), "steps": saved["steps"]}
 
     on_all_ranks(check, running.group, running.transport.device, alike=True)

@@ -98,8 +98,7 @@ def end_all(runnings: Iterable[Running], error: str) -> None:
 class Gradients(Exchange):
     """An exchange of gradients; it notes which modules had some in a backward pass."""
 
-    _called: frozenset[int] = frozenset()
-    _is_queued = False
+    _called: frozenset[int] = frozenset()  # in the pass that has not ended
 
     @property
     def num_parts(self) -> int:
@@ -116,37 +115,20 @@ class Gradients(Exchange):
     def note(self, number: int, engine: _native.BucketEngine) -> None:
         """A module's gradients have come."""
         if number in self._called:
-            self._is_queued = False
-            self._finish()  # the pass before, which ended in a backward pass within it
-        if not self._is_queued:
-            self._is_queued = True
-            Variable._execution_engine.queue_callback(self._end_last)
+            self._end_pass()
         if not self._called and self.running.config.check_every:
             shards = [shard for module in self.modules for shard in module.shards]
             engine.compare([shard.values() for shard in shards])
         self._called |= {number}
 
-    def _end_last(self) -> None:
-        """FSDP2's callbacks may reduce the last modules. A model that is not sharded as a whole has
-        one for each of its parts, and parts that the pass reaches later queue theirs behind this.
-        """
-        Variable._execution_engine.queue_callback(self._end)
-
-    def end_broken(self) -> None:
-        """Ends a pass that an exception has ended, and whose callbacks autograd has dropped, after
-        FSDP2's ``reset_iter_state()``.
+    def end_pass(self) -> None:
+        """Ends the pass before, if there was one, and none is going on. FSDP2 does not tell when a
+        pass has ended, in which a model that is not sharded as a whole calls back several times.
         """
         if self._called and all(module.gathers_for == "IDLE" for module in self.modules):
-            self._is_queued = False
-            self._finish()
+            self._end_pass()
 
-    def _end(self) -> None:
-        self._is_queued = False
-        # With reentrant checkpointing, modules come in backward passes within this one.
-        if torch._C._current_autograd_node() is None:
-            self._finish()
-
-    def _finish(self) -> None:
+    def _end_pass(self) -> None:
         called, self._called = self._called, frozenset()
         engine = self.running.engine
         if engine is None:

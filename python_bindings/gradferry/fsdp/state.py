@@ -137,7 +137,7 @@ class ShardedState(Averaging):
 
     def scale_residuals(self, factor: float) -> None:
         """Multiplies the residuals of all exchanges, as `HookState.scale_residuals` does."""
-        self._end_broken_pass()
+        self._end_pass()
         super().scale_residuals(factor)
         for each in self._attached[1:]:
             if each.averages and each.running.engine is not None:
@@ -162,16 +162,16 @@ class ShardedState(Averaging):
         for each in self._attached:
             if isinstance(each, AllGather):
                 each.settle(on_device=True)
-        self._end_broken_pass()
+        self._end_pass()
         return {
             part: saved_state.save(each.running, each.passes())
             for part, each in self._saved().items()
         }
 
-    def _end_broken_pass(self) -> None:
+    def _end_pass(self) -> None:
         for each in self._attached:
             if isinstance(each, Gradients):
-                each.end_broken()
+                each.end_pass()
 
     def _saved(self) -> dict[str, Exchange]:
         """The exchanges that have a state, by its key."""
@@ -193,7 +193,7 @@ class ShardedState(Averaging):
                 have residuals. Nothing was changed.
         """
         found = {part: self._states_of(part, state_dict) for part in self._saved()}
-        self._end_broken_pass()
+        self._end_pass()
         with self._loading():
             for part, each in self._saved().items():
                 states, running = found[part], each.running

@@ -11,7 +11,7 @@ from torch import nn
 
 from gradferry.averaging.silent_hook import has_gradients_of, watch_hook
 from gradferry.errors import GradferryError, StateError
-from gradferry.fsdp.hooks import Exchange, end_all
+from gradferry.fsdp.hooks import Exchange, Gradients, end_all
 from gradferry.fsdp.model import ShardedModule, unsharded_parameters
 
 _NOT_CALLED = (
@@ -77,6 +77,8 @@ class Guard:
             if each.running.engine is not None:
                 each.running.engine.expect_alive()
                 each.expect_set()
+            if isinstance(each, Gradients):
+                each.end_pass()
         checks = self.passes() // self._every if self._every else 0
         if checks != self._checks:
             self._checks = checks
