@@ -241,7 +241,6 @@ def test_a_checkpoint_holds_the_choice(codec: str) -> None:
     assert choice["reason"] == "restored from a checkpoint"
     assert choice["next_check"] >= 3 + FIRST_TRIAL
     assert stats["total_steps"] == 6
-    assert bound_to(after.state).running.engine_steps() == (3 if codec == "q4" else 0)
 
 
 def case_resumed(scenario: Scenario, chosen: int, steps: int) -> dict[str, Any]:

@@ -68,11 +68,8 @@ class Running:
         of_parts: whether what is averaged are parts of the tensors in `index`.
         engine: None if every bucket passes through.
         retired: sums of the counters of earlier engines.
-        retired_steps: how many steps these took.
         switches: number of changes of the codec.
         steps_before: steps of the training that were not taken here but before a loaded state.
-        engine_before: steps of the training that the engine did not take: those of `steps_before`,
-            of earlier engines, and without an engine.
         delivers: whether the engine sends gradients as they are, with all residuals.
         nonce: of the engine, as ranks agreed on it.
     """
@@ -93,10 +90,8 @@ class Running:
     of_parts: bool = False
     engine: _native.BucketEngine | None = None
     retired: Counter[str] = field(default_factory=Counter)
-    retired_steps: int = 0
     switches: int = 0
     steps_before: int = 0
-    engine_before: int = 0
     delivers: bool = False
     nonce: str = ""
     _to_deliver: tuple[torch.Tensor, torch.Tensor] | None = None  # residuals when that began
@@ -252,12 +247,6 @@ class Running:
         now = step_numbers.zeros() if self.engine is None else self.engine.stats()
         return now | {key: now[key] + count for key, count in self.retired.items()}
 
-    def engine_steps(self) -> int:
-        """Steps that engines took here: all but those that passed through."""
-        if self.engine is None:
-            return self.retired_steps
-        return self.retired_steps + int(self.engine.stats()["steps"]) - self.engine_before
-
     def switch(
         self,
         hook: _native.BucketHook,
@@ -293,13 +282,11 @@ class Running:
             counted = old.engine.stats()
             sums = {key: counted[key] for key in step_numbers.CONTINUED if key in counted}
             self.retired = old.retired + Counter(sums)
-            self.retired_steps = old.engine_steps()
         self.config = replace(old.config, codec=codec)
         self.exchange = exchange or old.exchange
         self.parameters = tuple(self._described(self.config))
         self.switches += 1
         self.delivers = delivers
-        self.engine_before = step
         moving: Iterator[torch.Tensor] = iter(())
 
         def begin() -> None:

@@ -235,8 +235,10 @@ class ShardedState(Averaging):
         stats = self.stats()
         texts = []
         for each in self._attached:
-            own = cast(Stats, {**stats, **stats["exchanges"][each.name]})
-            texts.append(f"{each.name}: {describe(each.running, own)}")
+            own = {**stats, **stats["exchanges"][each.name]}
+            if each is self._first:
+                own["steps"] = stats["steps"]  # without those before a loaded state
+            texts.append(f"{each.name}: {describe(each.running, cast(Stats, own))}")
         return "\n".join(texts)
 
 
