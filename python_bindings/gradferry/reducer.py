@@ -345,10 +345,10 @@ class Reducer(Averaging):
         Raises:
             StateError: an error has ended the Reducer, or the last call was not waited for.
         """
-        return self._saved()
+        return saved_state.signed(self._saved())
 
     def _saved(self, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The state, as `saved_state.save` returns it."""
+        """The state for this process, as `saved_state.save` returns it."""
         self._engine_at_rest("save the state")
         return saved_state.save(self._started, self._count, kept)
 
@@ -365,8 +365,13 @@ class Reducer(Averaging):
             StateError: as for `HookState.load_state_dict`. Nothing was changed.
         """
         self._engine_at_rest("load a state")
+        saved_state.expect_sound(state_dict, on_resize)
+        self._resume(state_dict, on_resize)
+
+    def _resume(self, state: Mapping[str, Any], on_resize: str = "strict") -> None:
+        """Restores a state of this process, which nobody else has had."""
         with self._loading():
-            self._count = saved_state.load(self._started, state_dict, on_resize)
+            self._count = saved_state.load(self._started, state, on_resize)
 
     @property
     def _running(self) -> Running:

@@ -225,19 +225,6 @@ class Running:
         config = replace(self.config, codec=codec or self.config.codec)
         return [config.momentum_share(parameter.codec) for parameter in self._described(config)]
 
-    def residuals_in(
-        self, world_size: int, *, codec: CodecSpec | None = None
-    ) -> list[tuple[bool, bool]]:
-        """`ParameterLayout.residuals` of each parameter in a world of that size.
-
-        Args:
-            world_size: number of ranks.
-            codec: replaces the configured one if given.
-        """
-        config = replace(self.config, codec=codec or self.config.codec)
-        described = under(config, self.parameters, exchanges=world_size != 1)
-        return [parameter.residuals for parameter in described]
-
     def tensors(self) -> list[torch.Tensor]:
         """The registered tensors themselves, in order."""
         return sorted(self.index, key=self.index.__getitem__)
@@ -327,8 +314,7 @@ class Running:
             if not self.config.holds_gradients(step):
                 was = old.momentum_shares(exchanges=self.transport.exchanges)
                 now = self.momentum_shares(exchanges=self.transport.exchanges)
-                factors = [new / before for new, before in zip(now, was, strict=True)]
-                rescale(worker, owner, self.tiles(), factors)
+                rescale(worker, owner, self.tiles(), was, now)
         engine.load_state(
             steps=step, worker_residual=worker, owner_residual=owner, loss_scale=scale
         )
