@@ -415,11 +415,6 @@ def propose(
         ConfigError: a parameter's device or dtype has no codec, or parameters are on several
             devices; or the loss scale is on another one, or not positive and finite.
     """
-    for name, _ in named:
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(f"{name!r} is no name in UTF-8 ({error.reason}); rename it") from None
     scale = loss_scale(config, place)
     if scale is not None and scale.device != place:
         raise ConfigError(
