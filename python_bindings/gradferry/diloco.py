@@ -31,6 +31,7 @@ from gradferry.averaging.global_parameters import (
     nesterov,
     refuse_average_of_every_step,
 )
+from gradferry.averaging.saved_state import signed
 from gradferry.averaging.start import usable_group
 from gradferry.averaging.step_numbers import Stats, call_after_steps
 from gradferry.core.agreement import (
@@ -659,7 +660,7 @@ class DiLoCo:
             "inner_steps": self._steps,
             "outer_steps": self._outer_steps,
             **self._global.saved(),
-            "reducer": self._before or self._reducer.state_dict(),
+            "reducer": signed(self._before) if self._before else self._reducer.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
@@ -816,7 +817,7 @@ def take_up(reducer: Reducer, withheld: Mapping[str, Any] | None, outer_steps: i
         return
     state = {**(withheld or reducer.state_dict()), "steps": outer_steps}
     try:
-        reducer.load_state_dict(state, on_resize="fold")
+        reducer._resume(state, on_resize="fold")
     except StateError as error:
         warn_or_log(f"what this rank has withheld is dropped: {error}")
-        reducer.load_state_dict(state, on_resize="drop")
+        reducer._resume(state, on_resize="drop")

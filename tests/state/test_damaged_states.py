@@ -37,6 +37,18 @@ def merged_of_all_ranks(state: dict[str, Any]) -> dict[str, Any]:
     return gradferry.checkpoint.merge(of_all(state))
 
 
+def is_whole(wrong: dict[Any, Any], saved: dict[str, Any]) -> bool:
+    """Whether a damaged copy lacks slots at most, or parts of a sharded model."""
+    return all(
+        isinstance(value, dict)
+        if key not in wrong
+        else is_whole(wrong[key], value)
+        if key.startswith("shard_")
+        else same(value, wrong[key])
+        for key, value in saved.items()
+    )
+
+
 def loaded_of(loader: Any, state: Any, on_resize: Any) -> bool:
     """Whether a state was loaded; if not, nothing has changed, and the error is ours."""
     before = loader.state_dict()
@@ -53,7 +65,10 @@ def check_loads(loader: Any, saved: dict[str, Any], on_resize: str, drawn: Drawn
     changes, values = drawn
     refused = 0
     for change in changes:
-        refused += not loaded_of(loader, damaged(saved, change), on_resize)
+        wrong = damaged(saved, change)
+        is_loaded = loaded_of(loader, wrong, on_resize)
+        assert not is_loaded or is_whole(wrong, saved)
+        refused += not is_loaded
     for value in values:
         foreign = made(value)
         assert not loaded_of(loader, foreign, on_resize)

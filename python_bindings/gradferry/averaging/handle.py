@@ -44,7 +44,7 @@ class Averaging(ABC):
         """What a notebook shows: the text of ``print()``."""
         return f"<pre>{escape(str(self))}</pre>"
 
-    def _engine_at_rest(self, what: str) -> _native.BucketEngine | None:
+    def _engine_at_rest(self) -> _native.BucketEngine | None:
         """The engine, if any, for what is done between steps. It checks that itself."""
         return self._running.engine
 
@@ -115,58 +115,18 @@ class Averaging(ABC):
     def _loading(self) -> Iterator[None]:
         """Keeps the numbers of steps taken while a loaded state moves the count of the training."""
         running = self._running
-        taken, by_engines = self._total_steps() - running.steps_before, running.engine_steps()
+        taken = self._total_steps() - running.steps_before
         yield
         running.steps_before = self._total_steps() - taken
-        running.engine_before += running.engine_steps() - by_engines
 
     def stats(self) -> Stats:
         """Counters of this rank. Unless a key says otherwise it is a sum since the hook was
         attached, or the `Reducer` made; loading a checkpoint changes no sum.
 
-        Times are floats in milliseconds; each thread times its own work, so nothing waits for them.
-        Where everything passes through they are zeros. The keys:
-
-        - ``steps``: steps taken; a step counts from its first bucket. Every call of a `Reducer` is
-          a step.
-        - ``total_steps``: steps of the training, those before a loaded checkpoint included.
-        - ``buckets``, ``chunks``: number sent.
-        - ``gradient_bytes``: uncompressed size of all buckets.
-        - ``wire_bytes``: bytes sent to other nodes, headers and padding included; in the flat
-          exchange, to other ranks.
-        - ``local_bytes``: bytes sent to other ranks of the node; 0 in the flat exchange.
-        - ``ratio``: bytes that an uncompressed ring would have sent, divided by ``wire_bytes``;
-          0.0 before the first bucket. The ring does what the hook does, an all-reduce or a
-          reduce-scatter. With two levels both are what leaves the node, and the ring's bytes are
-          divided among the ranks of the node.
-        - ``residual_bytes``, ``workspace_bytes``: memory held now.
-        - ``workspace_allocations``: how often workspace was allocated or a plan was made.
-        - ``in_flight``: buckets that are not complete now.
-        - ``host_waits``: how often the host waited for a device that was a step behind.
-        - ``fallbacks``: buckets that took the backend's own all-reduce.
-        - ``encode_ms``: encoding, on the thread that hands over buckets: that on which DDP
-          calls the hook, or on which `Reducer.all_reduce` is called; with ``async_op`` one of
-          its own. With two levels that thread only copies gradients for the other ranks of the
-          node; sums and encoding are on the finishing thread.
-        - ``network_ms``: waiting for messages and checking them, on the finishing thread.
-        - ``reduce_ms``, ``decode_ms``: reducing and decoding, on the finishing thread.
-        - ``exposed_ms``: delay of that thread: time in which it handed over buckets, and after
-          the last one until all were complete. On a device, all these times are those of the
-          host while it enqueues work.
-        - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
-          the gradient that it remained of (this rank's, or its part of the node's sum; the
-          average), in the last step, on a sample of about 64 tiles; 0.0 without such a
-          residual, and on a device.
-        - ``choice``: a dict of ``codec`` and ``exchange`` (``"flat"``, ``"two-level"``) in use,
-          and ``reason``; with ``"auto"`` also of ``step`` (when they came into use),
-          ``next_check`` (the step in which candidates are tried again) and ``measured_ms`` (of a
-          step, from the last trial, by codec: ``"q4"``, or, where there are two exchanges to
-          choose from, ``"q4 (two-level)"``).
-        - ``step_buckets``: for each bucket of the last finished step, the indices of its
-          parameters (in the order of `parameters`).
+        docs/guide/numbers.md explains the keys.
 
         Returns:
-            A dict with these keys; `Stats` has their types.
+            A dict; `Stats` has the types of its keys.
         """
         running = self._running
         stats = running.stats()
@@ -184,11 +144,8 @@ class Averaging(ABC):
         as this object exists. Its exceptions are raised there.
 
         Args:
-            callback: gets a dict with the numbers of that step alone, on this rank, with the
-                meaning that they have in `stats`: ``step`` (of the training, from 0), ``buckets``,
-                ``chunks``, ``gradient_bytes``, ``wire_bytes``, ``local_bytes``, ``ratio``,
-                ``fallbacks``, ``encode_ms``, ``network_ms``, ``reduce_ms``, ``decode_ms``,
-                ``exposed_ms``, ``worker_residual_ratio`` and ``owner_residual_ratio``.
+            callback: gets a dict with the numbers of that step alone, on this rank: those which
+                docs/guide/numbers.md marks as numbers of a row.
 
         Returns:
             A handle whose ``remove()`` ends the calls.
@@ -251,6 +208,6 @@ class Averaging(ABC):
         is_number = isinstance(factor, numbers.Real) and not isinstance(factor, bool)
         if not is_number or not abs(factor) <= torch.finfo(torch.float32).max:
             raise ConfigError(f"factor={factor!r} must be a number that is finite in fp32")
-        engine = self._engine_at_rest("scale residuals")
+        engine = self._engine_at_rest()
         if engine is not None:
             engine.scale_residuals(factor)

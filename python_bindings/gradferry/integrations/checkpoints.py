@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradferry import checkpoint
-from gradferry.averaging.saved_state import ON_RESIZE
+from gradferry.averaging.saved_state import ON_RESIZE, signed
 from gradferry.core.agreement import Record, on_all_ranks, rendezvous_place
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError, StateError
@@ -107,7 +107,7 @@ def _read(folder: Path, state: HookState, on_resize: str) -> dict[str, Any]:
             raise
         if on_resize == "fold" and isinstance(slot := saved.get("slot_0"), dict):
             # What rank 0 has withheld is its own.
-            saved = {**saved, "slot_0": {name: value[:0] for name, value in slot.items()}}
+            saved = signed({**saved, "slot_0": {name: each[:0] for name, each in slot.items()}})
     if on_resize == "mean" and saved.get("nodes") != json.dumps(state.nodes.members):
         saved = checkpoint.merge(map(_of_hook, checkpoint.load_all(folder)))
     return saved
