@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
 from collections import Counter
@@ -40,6 +41,7 @@ _KINDS = {
 }
 # A record has about 200 bytes per parameter; anything larger than this is not a record.
 MAX_RECORD_BYTES = 1 << 30
+MAX_CONTENT_BYTES = 1 << 40
 # The first all-gather carries every record's size and its first bytes. Short records, as those of
 # an outer step are, need no second one.
 _SIZE_BYTES, _FIRST_BYTES = 8, 1024
@@ -251,6 +253,41 @@ def on_all_ranks(
     if alike:
         raise_first_mismatch(records, group)
     return records
+
+
+def content_of(content: object, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What the rank `source` of the group passes here, with tensors on the CPU. Collective.
+
+    Args:
+        content: of that rank: what `torch.load` takes with ``weights_only``, so that no rank runs
+            what another one sends.
+        source: rank in the group.
+        group: of the ranks.
+        device: as for `gather_records`.
+
+    Raises:
+        ProtocolError: it is nothing that can be loaded. Else as `on_all_ranks`.
+    """
+    file = io.BytesIO()
+
+    def pack() -> Record:
+        if group.rank() == source:
+            torch.save(content, file)
+        return {"bytes": len(file.getbuffer())}
+
+    size = on_all_ranks(pack, group, device)[source].get("bytes")
+    if type(size) is not int or not 0 < size <= MAX_CONTENT_BYTES:
+        raise ProtocolError(f"a rank announced a content of {size} bytes")
+    packed = bytearray(file.getvalue() or size)
+    message = torch.frombuffer(packed, dtype=torch.uint8).to(rendezvous_place(group, device))
+    with losing_names_ranks(group):
+        wait_or_hear(group.broadcast(message, source), group)
+    received = io.BytesIO(message.cpu().numpy().tobytes())
+    try:
+        return torch.load(received, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever bytes may do
+        name = world_ranks(group)[source]
+        raise ProtocolError(f"rank {name} sent what cannot be loaded: {error}") from error
 
 
 def next_on_all_ranks(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from gradferry import checkpoint
 from gradferry.averaging.saved_state import ON_RESIZE, signed
-from gradferry.core.agreement import Record, on_all_ranks, rendezvous_place
+from gradferry.core.agreement import Record, content_of, on_all_ranks, rendezvous_place
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError, StateError
 
@@ -90,10 +90,9 @@ def gather(state: HookState, group: dist.ProcessGroup) -> dict[str, Any] | None:
     # One at a time, since each may be as large as the model. Not sent to the first rank alone, for
     # which NCCL would connect it to every other.
     for rank in range(state.world_size):
-        sent = [mine]
-        dist.broadcast_object_list(sent, group=group, group_src=rank, device=place)
+        sent = content_of(mine, rank, group, place)
         if state.rank == 0:
-            states += sent
+            states.append(sent)
     return checkpoint.merge(states) if states else None
 
 
