@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -77,31 +76,29 @@ _counted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that hav
 class Place(Enum):
     """Where a rank is. From the places of `_NEEDS_REJOIN` only `DiLoCo.rejoin` leads back."""
 
-    NEW = "it has nothing that others need: it is new, or has applied an average in part"
+    NEW = "it has nothing that others need"
     TRAINING = "all outer steps that have begun are over"
     AVERAGING = "all ranks take an outer step"
-    HOLDING = "it has the average, and does not know whether all have"
     BEHIND = "an outer step failed: to be taken again, unless others have ended it"
+    BROKEN = "it has applied an average in part: to take what others have"
     APART = "it has no group to average in"
     ENDED = "it counts no steps"
 
 
 _NEXT = {
     (Place.TRAINING, "all agree"): Place.AVERAGING,
-    (Place.AVERAGING, "averaged"): Place.HOLDING,
-    (Place.HOLDING, "applied"): Place.TRAINING,
+    (Place.AVERAGING, "applied"): Place.TRAINING,
     # What interrupts an outer step, on this rank or another:
     (Place.TRAINING, "failed"): Place.BEHIND,
     (Place.AVERAGING, "failed"): Place.BEHIND,
-    (Place.HOLDING, "failed"): Place.BEHIND,
-    **{(place, "applied in part"): Place.NEW for place in Place},
+    **{(place, "applied in part"): Place.BROKEN for place in Place},
     # In rejoin(), or where finish() has lost the others with nothing left:
     (Place.TRAINING, "left"): Place.APART,
     **{(place, "has what others have"): Place.APART for place in Place},
     **{(place, "joined"): Place.TRAINING for place in Place},
     **{(place, "ended"): Place.ENDED for place in Place},
 }
-_NEEDS_REJOIN = (Place.BEHIND, Place.APART, Place.NEW)
+_NEEDS_REJOIN = (Place.BEHIND, Place.BROKEN, Place.APART)
 
 
 class ReducerOfChanges(Reducer):
@@ -225,9 +222,6 @@ class DiLoCo:
         self._place, self._why = Place.NEW, ""  # why this rank needs rejoin()
         self._steps = self._outer_steps = 0
         self._stepped: Counter[int] = Counter()  # steps of optimizers, in this inner step
-        # What all ranks have drawn in this group, and in that of the last outer step that was
-        # applied here: two steps of one number, in other groups, may be others.
-        self._drawn = self._last = ""
         # The state of the Reducer before an outer step that is not over, and, where its average is
         # here, after it.
         self._before: dict[str, Any] | None = None
@@ -379,8 +373,7 @@ class DiLoCo:
         fields = ("outer_steps", "outer optimizer", _STATES)
         raise_first_mismatch([{key: r.get(key) for key in fields} for r in records], group)
         if len({record["global parameters"] for record in records}) > 1:
-            each = gather_records({"hashes": self._global.hashes()}, group, device)
-            self._expect_equal([r["hashes"] for r in each], group, self._outer_steps)
+            self._name_odd_one(group)
         return any(record["has more"] for record in records)
 
     def _average(self, group: dist.ProcessGroup) -> None:
@@ -395,22 +388,24 @@ class DiLoCo:
             if isinstance(error, StateError):  # without an engine that of a backend has no kind
                 raise PeerError(str(error)) from error
             raise
-        self._go("averaged")
         # A rank that hears from all others knows that each of them holds the average: all can
         # end this step, whatever happens now. A rank that does not hear asks in rejoin().
-        on_all_ranks(dict, group, self._global.device)
+        try:
+            on_all_ranks(dict, group, self._global.device)
+        except BaseException:
+            self._after = withheld_by(self._reducer)
+            raise
 
     def _apply(self) -> None:
         """Ends the outer step with the average."""
         try:
             self._global.apply()
-            self._outer_steps, self._last = self._outer_steps + 1, self._drawn
+            self._outer_steps += 1
             self._reducer.spare, self._before = self._before, None
             self._go("applied")
         except BaseException as error:
             self._after = withheld_by(self._reducer)
             self._go("applied in part")
-            self._last = "in part"  # so that it takes what others have, the outer momentum, too
             self._why = f"the outer optimizer failed: {type(error).__name__}: {error}"
             if isinstance(error, Exception):
                 self._raise_apart(StateError, error)
@@ -427,10 +422,8 @@ class DiLoCo:
         if not is_loss and group is not None:
             for each in (group, *(beside for beside, _ in self._global.shard_groups())):
                 say_failed(each)
-        if self._place is Place.NEW:
+        if self._place is Place.BROKEN:
             return
-        if self._place is Place.HOLDING:
-            self._after = withheld_by(self._reducer)
         is_over = self._place is Place.TRAINING and not self._global.since
         why = str(error) if is_loss else f"{type(error).__name__}: {error}"
         self._leave("left" if is_over else "failed", why)
@@ -452,7 +445,7 @@ class DiLoCo:
 
     def _raise_apart(self, kind: type[GradferryError], cause: Exception | None = None) -> NoReturn:
         states = {
-            Place.NEW: f"outer step {self._outer_steps} is applied in part on this rank",
+            Place.BROKEN: f"outer step {self._outer_steps} is applied in part on this rank",
             Place.APART: "this rank has left its process group",
         }
         step = f"outer step {self._outer_steps} is not over, and has changed nothing on this rank"
@@ -477,9 +470,10 @@ class DiLoCo:
         Args:
             group: of the ranks that are left, and of those that come; the default group if None.
 
+        Ranks that have taken the most outer steps stay, of these the most that have the same global
+        parameters; the rest gets what those have, and is warned.
+
         Raises:
-            DivergedError: ranks that have taken the same outer steps have other parameters. Where
-                they have taken others, most of them stay, and the rest is warned.
             ConfigError, RankMismatchError, PeerError, StateError: as `DiLoCo`; or it is the process
                 group in which an outer step has failed. Then call it again, with another group.
         """
@@ -529,13 +523,7 @@ class DiLoCo:
         raise_first_mismatch(records, members)
         pasts, me = [_Past(*each) for each in received], members.rank()
         source = min(range(len(pasts)), key=lambda rank: (*_rank_of(pasts[rank], pasts), rank))
-        theirs, mine = pasts[source], pasts[me]
-        hashes = [
-            p.hashes if p.step == theirs.step and p.place != Place.NEW.name else theirs.hashes
-            for p in pasts
-        ]
-        self._expect_equal(hashes, members, theirs.outer_steps)
-        takes = mine.takes(theirs)
+        theirs, takes = pasts[source], pasts[me].takes(pasts[source])
         named = list(zip(self._global.names, self._global.tensors, strict=True))
         self._reducer = _OuterReducer(
             named, self._codec, members, bucket_cap_mb=self._bucket_cap_mb, **self._options
@@ -548,51 +536,45 @@ class DiLoCo:
             if takes and handed is not None:
                 self._global.take(handed)
             is_new = self._place is Place.NEW
-            if takes and self._after and (self._outer_steps + 1, self._drawn) == theirs.step:
+            if takes and self._after and self._outer_steps + 1 == theirs.outer_steps:
                 self._before = self._after  # their last step is that of which it has the average
             elif takes and not is_new:
                 self._before = None
                 warn_or_log(
                     f"this rank has taken {self._outer_steps} outer steps, and others "
-                    f"{theirs.outer_steps} without it: what it has learnt alone since then, and "
-                    "its residuals, are dropped"
+                    f"{theirs.outer_steps} without it, or with other parameters: what it has "
+                    "learnt since then, and its residuals, are dropped"
                 )
             if takes or is_new:
                 self._go("has what others have")
-                self._outer_steps, self._last = theirs.step
-                self._steps, self._global.since = theirs.inner_steps, theirs.since
+                self._outer_steps, self._steps = theirs.outer_steps, theirs.inner_steps
+                self._global.since = theirs.since
             take_up(self._reducer, self._before, self._outer_steps)
 
         on_all_ranks(go_on, members, device)
-        self._drawn = str(record_hash([past.drawn for past in pasts]))
-        return any(p.place == Place.BEHIND.name and p.step == theirs.step for p in pasts)
+        return any(p.place == Place.BEHIND.name and not p.takes(theirs) for p in pasts)
 
-    def _expect_equal(
-        self, hashes: Sequence[Sequence[int]], group: dist.ProcessGroup, step: int
-    ) -> None:
-        """Compares the hashes of global parameters of all ranks of a group. Raises DivergedError,
-        naming the first parameter and rank that differ from most others.
+    def _name_odd_one(self, group: dist.ProcessGroup) -> None:
+        """Raises DivergedError, naming the first global parameter and rank that differ from most
+        others. Collective.
         """
-        if (found := odd_one(hashes)) is None:
-            return
-        odd, usual = found
-        names = self._global.names
-        rows = zip(names, hashes[usual], hashes[odd], strict=False)
+        records = gather_records({"hashes": self._global.hashes()}, group, self._global.device)
+        hashes, names = [record["hashes"] for record in records], self._global.names
+        odd, usual = odd_one(hashes) or (0, 0)
+        rows = zip(names, hashes[usual], hashes[odd], strict=True)
         name = next((name for name, one, other in rows if one != other), names[0])
         ranks = world_ranks(group)
         raise DivergedError(
             f"the global parameter {name!r} of rank {ranks[odd]} differs from that of rank "
-            f"{ranks[usual]} at outer step {step}; load the same checkpoint, with DiLoCo's state, "
-            "on every rank, or make a new DiLoCo there; a model that is loaded or changed before "
-            "the first step of a period must be on all ranks, and alike"
+            f"{ranks[usual]} at outer step {self._outer_steps}; load the same checkpoint, with "
+            "DiLoCo's state, on every rank, or make a new DiLoCo there; a model that is loaded or "
+            "changed before the first step of a period must be on all ranks, and alike"
         )
 
     def _past(self) -> _Past:
         return _Past(
             self._place.name,
             self._outer_steps,
-            self._last,
-            uuid.uuid4().hex,
             self._global.hashes(),
             self._steps,
             self._global.since,
@@ -698,7 +680,6 @@ class DiLoCo:
                 "diloco.state_dict() returned where these are the same"
             ) from error
         _, self._steps, self._outer_steps, _ = counts
-        self._last = ""  # ranks that load a checkpoint are one
         self._stepped.clear()
 
     def stats(self) -> DiLoCoStats:
@@ -746,26 +727,21 @@ class _Past(NamedTuple):
 
     place: str
     outer_steps: int
-    last: str  # what was drawn in the group of the last of them
-    drawn: str  # for the next group
     hashes: list[int]  # of the global parameters
     inner_steps: int
     since: int
 
-    @property
-    def step(self) -> tuple[int, str]:
-        return self.outer_steps, self.last
-
     def takes(self, theirs: _Past) -> bool:
         """Whether it lacks what another rank has."""
-        return (self.step, self.hashes) != (theirs.step, theirs.hashes)
+        is_there = (self.outer_steps, self.hashes) == (theirs.outer_steps, theirs.hashes)
+        return not is_there or self.place == Place.BROKEN.name
 
 
 def _rank_of(past: _Past, pasts: Sequence[_Past]) -> tuple[int, ...]:
     """The least is what the others follow: most outer steps, and of these the most together."""
-    is_new = past.place == Place.NEW.name
-    many = sum(each.step == past.step and each.place != Place.NEW.name for each in pasts)
-    return -past.outer_steps, is_new, -many
+    last_choice = (Place.NEW.name, Place.BROKEN.name)
+    together = [p for p in pasts if not p.takes(past) and p.place not in last_choice]
+    return -past.outer_steps, past.place in last_choice, -len(together)
 
 
 # --- averages of changes, by a Reducer ----------------------------------------------------------
