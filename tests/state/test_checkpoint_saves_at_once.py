@@ -83,13 +83,23 @@ NEVER = -1
 def test_of_two_saves_at_once_one_is_complete_and_the_other_one_too_or_raises(
     tmp_path: Path,
 ) -> None:
-    """A save begins at every line of another, and some pairs overlap. See `save_beside`."""
-    lines: list[int] = []
+    """A save begins at every line of another; or before the last line at which that one can fail,
+    and rests at every line; and some pairs. See `save_beside`.
+    """
+    lines, under_way = [], []
+
+    def look(line: int) -> None:
+        lines.append(line)
+        if any(tmp_path.glob("save-*.json")):
+            under_way.append(line)
+
     saving(tmp_path, 1)()
-    run_with(TRACED, lines.append, saving(tmp_path, 1))
+    run_with(TRACED, look, saving(tmp_path, 1))
     rng, ends = random.Random(0), set()
     pairs = [(begin, NEVER) for begin in lines]
-    pairs += [(rng.choice(lines), rng.choice(lines)) for _ in range(80)]
+    # It removes one save more, in less than 20 lines.
+    pairs += [(under_way[-1], rest) for rest in range(len(lines) + 20)]
+    pairs += [(rng.choice(lines), rng.choice(lines)) for _ in range(40)]
     for pair in pairs:
         first, second, loaded = save_beside(tmp_path, *pair)
         done = [version for version, o in ((2, first), (3, second)) if o.error is None]
