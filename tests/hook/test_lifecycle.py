@@ -26,6 +26,7 @@ import scenario as scenarios
 import torch
 import torch.distributed as dist
 from gradferry import _native
+from gradferry.averaging.saved_state import signed
 from gradferry.checkpoint import merge
 from gradferry.core import agreement
 from gradferry.core.engine import make_lanes
@@ -307,7 +308,7 @@ def trained(mode: Callable[[], Any]) -> list[bytes]:
     first = states[0]["slot_0"]
     last = {**first, "worker": torch.zeros_like(first["worker"]), **nothing}
     of_three = {"world_size": 3, "nodes": "[[0], [1], [2]]", "slot_2": last}
-    merged = {**merge(states), **of_three}
+    merged = signed({**merge(states), **of_three})
     for on_resize in ("drop", "mean"):
         with mode():
             run.state.load_state_dict(merged, on_resize=on_resize)
