@@ -110,7 +110,7 @@ class Reducer(Averaging):
             lambda running: running,
             purpose="make a Reducer",
         )
-        if running.config.momentum:  # so that gradients are averaged, and not what local SGD has
+        if running.config.momentum:  # of gradients, on whose average an optimizer steps
             watch_optimizer(running)
         self._names = {name: index for index, (name, _) in enumerate(named)}
         self._tensors = [tensor for _, tensor in named]
