@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from enum import Enum
 from functools import partial
 from traceback import walk_stack
-from typing import Any, NamedTuple, NoReturn, TypedDict, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -35,11 +35,9 @@ from gradferry.averaging.start import usable_group
 from gradferry.averaging.step_numbers import Stats, call_after_steps
 from gradferry.core.agreement import (
     Record,
-    error_record,
     gather_records,
     odd_one,
     on_all_ranks,
-    raise_first_error,
     raise_first_mismatch,
     record_hash,
     rendezvous_place,
@@ -68,7 +66,6 @@ _FORMAT = 1
 # Where a rank alone has loaded parameters, which other ranks have as their global ones.
 _STATES = "parameters with an outer momentum (load the same on every rank)"
 _MOST_ALONE = 100  # steps of one of several optimizers, such as that of a critic
-Answer = TypeVar("Answer")
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _counted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have a DiLoCo
 
@@ -311,7 +308,7 @@ class DiLoCo:
         """Whether one was taken: none is where all ranks finish, and nothing is left."""
         begin = time.monotonic()
         try:
-            group = self._group()
+            group = self._reducer._running.group
             # An error of a rank is raised on all of them here, before anything was sent.
             if not self._tell_shards(lambda: self._all_take_it(finishes, group)):
                 return False
@@ -327,34 +324,17 @@ class DiLoCo:
         self._last_end = end
         return True
 
-    def _group(self) -> dist.ProcessGroup:
-        try:
-            return self._reducer._running.group
-        except StateError as error:  # it was destroyed
-            raise PeerError(str(error)) from error
-
     def _go(self, event: str) -> None:
         self._place = _NEXT[self._place, event]
 
-    def _tell_shards(self, act: Callable[[], Answer]) -> Answer:
+    def _tell_shards(self, act: Callable[[], bool | None]) -> bool | None:
         """Does what the ranks with one shard do together. Under FSDP2 each shard has such a group:
         ranks of one model tell each other what was raised there, so that none of them goes on with
         its shard. Collective.
         """
-        problem: GradferryError | None = None
-        try:
-            answer = act()
-        except GradferryError as error:
-            problem = error
         for beside, device in self._global.shard_groups():
-            try:
-                record = {} if problem is None else error_record(problem)
-                raise_first_error(gather_records(record, beside, device), beside)
-            except GradferryError as error:
-                problem = problem or error
-        if problem is not None:
-            raise problem
-        return answer
+            act = partial(_told, act, beside, device)
+        return act()
 
     def _measured(self, finishes: bool) -> Record:
         self._global.measure()
@@ -462,16 +442,14 @@ class DiLoCo:
 
         An outer step that failed ends here, for all ranks: where one of them has it behind it, the
         others get what that has; else all take it again, with the pseudo-gradients that they had.
-        Newcomers get the global parameters and the outer momentum, and take part without
-        a pseudo-gradient. In the flat exchange ranks keep their residuals, as ``on_resize="fold"``
-        says; those of ranks that are gone are lost. With two levels they are dropped, with a
-        warning.
+        Newcomers get the global parameters and the outer momentum, and take part without a
+        pseudo-gradient. So do ranks that have taken fewer outer steps than others, or that have
+        other global parameters than most; they are warned. In the flat exchange ranks keep their
+        residuals, as ``on_resize="fold"`` says; those of ranks that are gone are lost. With two
+        levels they are dropped, with a warning.
 
         Args:
             group: of the ranks that are left, and of those that come; the default group if None.
-
-        Ranks that have taken the most outer steps stay, of these the most that have the same global
-        parameters; the rest gets what those have, and is warned.
 
         Raises:
             ConfigError, RankMismatchError, PeerError, StateError: as `DiLoCo`; or it is the process
@@ -717,6 +695,12 @@ def _is_inner_call(optimizer: torch.optim.Optimizer) -> bool:
     """
     frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
     return sum(f.f_code is _STEP and f.f_locals.get("self") is optimizer for f in frames) > 1
+
+
+def _told(act: Callable[[], bool | None], group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What `act` returns, or the error of a rank of the group."""
+    records = on_all_ranks(lambda: {"answer": act()}, group, device)
+    return records[group.rank()]["answer"]
 
 
 # --- what other ranks have sent -------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from outcomes import attempt
 from own_groups import own_group
 from saved import same
 from torch import nn
-from training_alone import are_equal, residuals, still, summed
+from training_alone import Plain, are_equal, make, move, movements, residuals, still, summed
 from world import World, WorldError
 
 SHAPE = (96, 128)  # three tiles, so that three ranks own one
@@ -313,6 +314,33 @@ def test_ranks_end_a_step_that_one_of_them_cannot(how: str) -> None:
     gap = alone.applied() + sums[1] - sums[0] - mean_of([0, 1, 2], 1)
     # A mean over 3 is rounded to fp32 once, at 2^-24 of at most 2, and so is what fold divides.
     assert gap.abs().max() <= 4 * 2.0**-23
+
+
+@on_ranks(2)
+def test_momentum_that_is_applied_in_part_comes_from_others() -> None:
+    """Rank 0 does not know whether all have the average, and rank 1 fails with it."""
+    model, rank, again = Plain(), dist.get_rank(), dist.new_group()
+    outer = functools.partial(torch.optim.SGD, lr=1.0, momentum=0.5)
+    optimizer, diloco = make(model, "exact", outer=outer)
+
+    def step(number: int) -> None:
+        move(model, movements(model, rank, number))
+        optimizer.step()
+
+    def fail(outer: torch.optim.Optimizer, *_: object) -> None:
+        for kept in outer.state.values():
+            kept["momentum_buffer"].add_(1.0)
+        raise ZeroDivisionError
+
+    step(0)
+    with Confirming(on_all_ranks if rank else hear_nothing):
+        handle = diloco.outer.register_step_pre_hook(fail if rank else lambda *_: None)
+        assert attempt(lambda: step(1)).error == ("StateError" if rank else "PeerError")
+    handle.remove()
+    diloco.rejoin(again)
+    step(2)
+    assert diloco.stats()["outer_steps"] == 3
+    assert are_equal(of_all(diloco._global.hashes()))
 
 
 # --- lost in a rejoin -----------------------------------------------------------------------------

@@ -105,9 +105,15 @@ class Expected:
 
 
 class Nested(Moving):
-    """torch hooks both this step() and that which it calls."""
+    """Moves a part of the way before it calls the step() of its base, which torch hooks, too."""
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad /= 2
+                    parameter.sub_(parameter.grad)
         super().step(closure)
 
 

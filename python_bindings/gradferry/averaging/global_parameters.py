@@ -335,10 +335,10 @@ class GlobalParameters:
         """
         values, kind, before = saved["global"], type(self.outer).__name__, self.outer.state_dict()
         named = dict(zip(self.names, self.tensors, strict=True))
-        for name, start in named.items():
-            if (values[name].shape, values[name].dtype) != (start.shape, start.dtype):
-                raise ValueError(f"{name!r} is of shape {tuple(values[name].shape)}")
-        if values.keys() != named.keys() or saved["outer_type"] != kind:
+        here, there = (
+            {name: (p.shape, p.dtype) for name, p in each.items()} for each in (named, values)
+        )
+        if here != there or saved["outer_type"] != kind:
             raise ValueError(f"it is not of these parameters and an outer {kind}")
         try:
             # An optimizer goes on in the tensors that it loads, where they fit as they are.
@@ -354,11 +354,8 @@ class GlobalParameters:
 
 def _copied(state: Any) -> Any:
     """A state with contiguous copies of its tensors, on the same devices."""
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-    return tree_map_only(torch.Tensor, copy, state)
+    kept = torch.contiguous_format
+    return tree_map_only(torch.Tensor, lambda each: each.detach().clone(memory_format=kept), state)
 
 
 # --- tensors --------------------------------------------------------------------------------------
