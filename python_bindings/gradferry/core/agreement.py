@@ -256,7 +256,8 @@ def on_all_ranks(
 
 
 def content_of(content: object, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What the rank `source` of the group passes here, with tensors on the CPU. Collective.
+    """What the rank `source` of the group passes here, with tensors on the CPU. An error of one
+    rank is raised on all. Collective.
 
     Args:
         content: of that rank: what `torch.load` takes with ``weights_only``, so that no rank runs
@@ -264,9 +265,6 @@ def content_of(content: object, source: int, group: dist.ProcessGroup, device: t
         source: rank in the group.
         group: of the ranks.
         device: as for `gather_records`.
-
-    Raises:
-        ProtocolError: it is nothing that can be loaded. Else as `on_all_ranks`.
     """
     file = io.BytesIO()
 
@@ -283,11 +281,14 @@ def content_of(content: object, source: int, group: dist.ProcessGroup, device: t
     with losing_names_ranks(group):
         wait_or_hear(group.broadcast(message, source), group)
     received = io.BytesIO(message.cpu().numpy().tobytes())
-    try:
-        return torch.load(received, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever bytes may do
-        name = world_ranks(group)[source]
-        raise ProtocolError(f"rank {name} sent what cannot be loaded: {error}") from error
+    found: list[Any] = []
+    on_all_ranks(
+        lambda: found.append(torch.load(received, map_location="cpu", weights_only=True)),
+        group,
+        device,
+        "what a rank has sent",
+    )
+    return found[0]
 
 
 def next_on_all_ranks(
