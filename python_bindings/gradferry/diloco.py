@@ -35,6 +35,7 @@ from gradferry.averaging.start import usable_group
 from gradferry.averaging.step_numbers import Stats, call_after_steps
 from gradferry.core.agreement import (
     Record,
+    content_of,
     gather_records,
     odd_one,
     on_all_ranks,
@@ -507,12 +508,15 @@ class DiLoCo:
             named, self._codec, members, bucket_cap_mb=self._bucket_cap_mb, **self._options
         )
         self._members = weakref.ref(members)  # a gloo group must not outlive its destruction
-        is_handed = any(p.takes(theirs) for p in pasts)
-        handed = self._global.hand_on(source, members) if is_handed else None
+        handed: Any = None
+        if any(p.takes(theirs) for p in pasts):
+            mine = self._global.saved() if me == source else None
+            handed = content_of(mine, source, members, device)
 
         def go_on() -> None:
-            if takes and handed is not None:
-                self._global.take(handed)
+            if takes:
+                self._global.load(handed)
+                self._global.go_on_from_here()
             is_new = self._place is Place.NEW
             if takes and self._after and self._outer_steps + 1 == theirs.outer_steps:
                 self._before = self._after  # their last step is that of which it has the average

@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry import diloco
-from gradferry.averaging import global_parameters
 from gradferry.diloco import _OuterReducer
 from on_ranks import of_all, on_ranks
 from outcomes import attempt
@@ -406,7 +405,7 @@ def case_newcomer_lost() -> None:
     if alone is not None:
         alone.step(0)
     if rank == 2:
-        with dying_after(global_parameters, "wait_or_hear"):
+        with dying_after(diloco, "content_of"):
             Alone("q4", groups[1], start=7.0)
 
     def come(group: Any) -> Alone:

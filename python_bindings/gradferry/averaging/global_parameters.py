@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import numbers
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,15 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from gradferry import _native
-from gradferry.core.agreement import (
-    Record,
-    losing_names_ranks,
-    on_all_ranks,
-    record_hash,
-    rendezvous_place,
-)
+from gradferry.core.agreement import Record, record_hash
 from gradferry.core.device import CPU
-from gradferry.core.rendezvous import is_known, wait_or_hear, world_ranks
+from gradferry.core.rendezvous import is_known, world_ranks
 from gradferry.core.values import as_whole
 from gradferry.errors import ConfigError, StateError
 
@@ -279,37 +272,6 @@ class GlobalParameters:
     def hashes(self) -> list[int]:
         """A hash of the bits of each global parameter."""
         return _native.parameter_hashes([each.detach() for each in self.tensors])
-
-    # --- handed on ---
-
-    def hand_on(self, source: int, group: dist.ProcessGroup) -> io.BytesIO:
-        """What the rank `source` has, for `take`. Collective.
-
-        Args:
-            source: the rank in the group.
-            group: of the ranks.
-
-        Raises:
-            PeerError: a rank was lost.
-        """
-        place, file = rendezvous_place(group, self.device), io.BytesIO()
-
-        def pack() -> Record:
-            if group.rank() == source:
-                torch.save(self.saved(), file)
-            return {"bytes": len(file.getbuffer())}
-
-        size = on_all_ranks(pack, group, self.device, "what newcomers get")[source]["bytes"]
-        packed = bytearray(file.getvalue() or bytes(size))
-        message = torch.frombuffer(packed, dtype=torch.uint8).to(place)
-        with losing_names_ranks(group):
-            wait_or_hear(group.broadcast(message, source), group)
-        return io.BytesIO(message.cpu().numpy().tobytes())
-
-    def take(self, handed: io.BytesIO) -> None:
-        """Goes on with what another rank has handed on."""
-        self.load(torch.load(handed, map_location=CPU, weights_only=True))
-        self.go_on_from_here()
 
     # --- saved ---
 
