@@ -327,7 +327,7 @@ def _digest(state: Mapping[str, Any]) -> int:
 
 
 def _slot_digest(name: str, slot: Slot, beside: int) -> torch.Tensor:
-    """Of a slot, in a state with this digest. All that a slot holds is a tensor, and is sent so."""
+    """Of a slot, in a state with this digest: a tensor, since integrations gather slots as such."""
     values = [slot[key] for key in _OF_ONE_RANK]
     kinds = [[str(value.dtype), list(value.shape)] for value in values]
     return ids([record_hash([name, beside, kinds, _native.parameter_hashes(values)]) >> 1])
