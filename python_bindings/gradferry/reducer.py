@@ -25,7 +25,7 @@ from gradferry.core.config import CHUNK_BYTES, Config, make_config, mebibytes
 from gradferry.core.device import CPU
 from gradferry.core.options import Options, takes_options
 from gradferry.core.parameters import ParameterLayout
-from gradferry.core.values import short
+from gradferry.core.values import shown
 from gradferry.errors import ConfigError, GradferryError, StateError
 
 __all__ = ["Reducer", "Work"]
@@ -242,7 +242,7 @@ class Reducer(Averaging):
     def _check_one(self, name: str, tensor: torch.Tensor, index: int) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise StateError(
-                f"{name!r} is {short(tensor)}, not a tensor; where a parameter has no gradient "
+                f"{name!r} is {shown(tensor)}, not a tensor; where a parameter has no gradient "
                 "pass zeros, on this rank alone or on all"
             )
         expect_plain(name, tensor)
@@ -347,7 +347,7 @@ def _checked_names(
         entries = list(pairs)
     except TypeError:
         raise ConfigError(
-            f"named_tensors={short(named_tensors)} must be pairs of a name and a tensor, such as "
+            f"named_tensors={shown(named_tensors)} must be pairs of a name and a tensor, such as "
             "model.named_parameters()"
         ) from None
     for entry in entries:
@@ -355,7 +355,7 @@ def _checked_names(
         name, tensor = pair
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ConfigError(
-                f"named_tensors has {short(entry)}, which is no pair of a name and a tensor; pass "
+                f"named_tensors has {shown(entry)}, which is no pair of a name and a tensor; pass "
                 "model.named_parameters(), or [('name', tensor), ...]"
             )
         if name in named:

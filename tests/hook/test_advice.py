@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import gradferry
 import pytest
 import torch
-from gradferry.averaging.advice import own_momenta
+from gradferry.averaging.advice import own_momenta, warn_about_messages
+from gradferry.core.codec_spec import parse_codec
+from gradferry.core.nodes import Nodes, flat
 from gradferry.optim import OneBitAdam, momentum_mode
 from on_ranks import on_ranks
 from scenario import hooked
@@ -201,3 +205,29 @@ def test_a_model_that_nothing_compresses_is_warned_about(
 @on_ranks(1)
 def test_a_world_of_one_compresses_nothing_anyway() -> None:
     assert attach_warnings(NORM, "q4", []) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "members", "text"),
+    [
+        (400, None, None),
+        (2048, None, "about 1,712 bytes, .* bucket_cap_mb=120, or give nodes="),
+        (2048, 8, "about 1,712 bytes, .* bucket_cap_mb=120$"),
+    ],
+)
+def test_short_messages_are_warned_about(ranks: int, members: int | None, text: str | None) -> None:
+    nodes = flat(ranks)
+    if members:
+        nodes = Nodes(tuple(tuple(range(r, r + members)) for r in range(0, ranks, members)))
+    parameter = SimpleNamespace(num_elements=1 << 28, dtype=torch.float32, codec=parse_codec("q4"))
+    running: Any = SimpleNamespace(
+        parameters=[parameter],
+        world_size=ranks,
+        transport=SimpleNamespace(exchanges=True),
+        exchange=SimpleNamespace(nodes=nodes),
+        codec_asked_for="q4",
+    )
+    with warned() as caught:
+        warn_about_messages(running, 25 << 20)
+    assert bool(caught) == bool(text)
+    assert text is None or re.search(text, str(caught[0].message))

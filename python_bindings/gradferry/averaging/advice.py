@@ -1,4 +1,4 @@
-"""Warnings of what works, but not as a user wants it: optimizers, and rules."""
+"""Warnings of what works, but not as a user wants it: optimizers, rules, and short messages."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from gradferry.core.names import closest
 from gradferry.core.parameters import ParameterLayout
 from gradferry.core.warn import warn
 
+_SMALL_MESSAGE = 8192  # bytes
+_FEW_RANKS = 8  # so few messages in a bucket cost little, however short
 _FOR_ANOTHER_HOOK = (
     "{} was set up by momentum_mode() for another hook than the one that delivers its gradients: "
     "it steps without a momentum of its own, at the rate for the momentum of that hook. Call "
@@ -131,6 +133,24 @@ def warn_about_rules(exchanges: Sequence[tuple[Running, str]]) -> None:
         "float64 or complex numbers, of at most one dimension or of fewer than 1024 elements) and "
         f"is sent as it is. Give parameters of fp32, bf16 or fp16 a codec by {options}, or take "
         "'off' instead"
+    )
+
+
+def warn_about_messages(running: Running, bucket_bytes: int) -> None:
+    """Warns if so many ranks share a bucket of DDP's that messages are short."""
+    parameters, ranks = running.parameters, running.world_size
+    whole = sum(each.num_elements * each.dtype.itemsize for each in parameters)
+    sent = sum(each.num_elements * each.codec.bits(each.dtype) / 8 for each in parameters)
+    message = sent * bucket_bytes / max(whole, 1) / ranks
+    is_cheap = ranks <= _FEW_RANKS or whole < bucket_bytes or not running.transport.exchanges
+    if is_cheap or message >= _SMALL_MESSAGE:
+        return
+    fewer = ", or give nodes=" if running.exchange.nodes.is_flat else ""
+    warn(
+        f"messages of {running.codec_asked_for!r} have about {message:,.0f} bytes, since {ranks} "
+        f"ranks share every bucket of {bucket_bytes / 2**20:g} MiB; below 8 KB they cost more than "
+        "their bytes: build DistributedDataParallel with bucket_cap_mb="
+        f"{math.ceil(bucket_bytes / 2**20 * _SMALL_MESSAGE / message)}{fewer}"
     )
 
 

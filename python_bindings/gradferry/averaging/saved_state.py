@@ -32,6 +32,7 @@ from gradferry.averaging.tiles import (
 )
 from gradferry.core.agreement import record_hash
 from gradferry.core.codec_spec import CodecSpec
+from gradferry.core.values import shown
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError, StateError
 
@@ -48,7 +49,6 @@ _OF_ALL_RANKS = (
     *("steps", "loss_scale", COMPRESSED_WARMUP),
 )
 _OF_ONE_RANK = (*KINDS, *(f"{kind}_tiles" for kind in KINDS))
-_MOST_SHOWN = 400  # characters of a value
 ON_RESIZE = ("strict", "mean", "fold", "drop")
 _SLOT = re.compile(r"slot_(0|[1-9][0-9]{0,5})")
 # The name of a part of a sharded model that has a state of its own.
@@ -336,15 +336,6 @@ def _slot_digest(name: str, slot: Slot, beside: int) -> torch.Tensor:
 def same(one: object, other: object) -> bool:
     """Whether two fields of states are equal. What `state_dict` never writes equals nothing."""
     return isinstance(one, str | int | float | dict | type(None)) and bool(one == other)
-
-
-def shown(value: object) -> str:
-    """A value of a damaged state, which may be anything, in an error message."""
-    try:
-        text = repr(value)
-    except Exception:  # of a number with very many digits, for example
-        text = f"of type {type(value).__name__}"
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def holds_residuals(saved: Mapping[str, Any]) -> bool:

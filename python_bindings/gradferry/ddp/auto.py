@@ -19,11 +19,12 @@ from typing import Any
 
 from gradferry import _native
 from gradferry.averaging.running import Running
-from gradferry.averaging.saved_state import same, shown
+from gradferry.averaging.saved_state import same
 from gradferry.core.agreement import most_of_ranks
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.core.config import COARSE_BITS, EXACT, FIRST_OF_AUTO, Config
 from gradferry.core.nodes import FLAT, TWO_LEVEL, Exchange, exchanges_to_choose_from
+from gradferry.core.values import shown
 from gradferry.ddp.trial import (
     CODECS,
     Candidate,

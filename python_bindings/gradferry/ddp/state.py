@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
 from gradferry.averaging import saved_state
-from gradferry.averaging.advice import warn_about_rules, watch_optimizer
+from gradferry.averaging.advice import warn_about_messages, warn_about_rules, watch_optimizer
 from gradferry.averaging.description import describe
 from gradferry.averaging.handle import Averaging
 from gradferry.averaging.running import Running
@@ -19,6 +19,7 @@ from gradferry.core.options import Options, takes_options
 from gradferry.core.warn import warn
 from gradferry.ddp.auto import Choice, Chooser
 from gradferry.ddp.binding import Binding, bind
+from gradferry.ddp.model import distributed_in
 from gradferry.errors import ConfigError, StateError
 
 _HOW_TO_BIND = (
@@ -91,6 +92,7 @@ class HookState(Averaging):
         running = self._binding.running
         watch_optimizer(running)
         warn_about_rules([(running, "rules")])
+        warn_about_messages(running, distributed_in(ddp).bucket_bytes_cap)
 
     def _bound(self) -> Binding:
         if self._binding is None:
