@@ -123,10 +123,49 @@ class Averaging(ABC):
         """Counters of this rank. Unless a key says otherwise it is a sum since the hook was
         attached, or the `Reducer` made; loading a checkpoint changes no sum.
 
-        docs/guide/numbers.md explains the keys.
+        Times are floats in milliseconds; each thread times its own work, so nothing waits for them.
+        Where everything passes through they are zeros. The keys:
+
+        - ``steps``: steps taken; a step counts from its first bucket. Every call of a `Reducer` is
+          a step.
+        - ``total_steps``: steps of the training, those before a loaded checkpoint included.
+        - ``buckets``, ``chunks``: number sent.
+        - ``gradient_bytes``: uncompressed size of all buckets.
+        - ``wire_bytes``: bytes sent to other nodes, headers and padding included; in the flat
+          exchange, to other ranks.
+        - ``local_bytes``: bytes sent to other ranks of the node; 0 in the flat exchange.
+        - ``ratio``: bytes that an uncompressed ring would have sent, divided by ``wire_bytes``;
+          0.0 before the first bucket. The ring does what the hook does, an all-reduce or a
+          reduce-scatter. With two levels both are what leaves the node, and the ring's bytes are
+          divided among the ranks of the node.
+        - ``residual_bytes``, ``workspace_bytes``: memory held now.
+        - ``workspace_allocations``: how often workspace was allocated or a plan was made.
+        - ``in_flight``: buckets that are not complete now.
+        - ``host_waits``: how often the host waited for a device that was a step behind.
+        - ``fallbacks``: buckets that took the backend's own all-reduce.
+        - ``encode_ms``: encoding, on the thread that hands over buckets: that on which DDP
+          calls the hook, or on which `Reducer.all_reduce` is called; with ``async_op`` one of
+          its own. With two levels that thread only copies gradients for the other ranks of the
+          node; sums and encoding are on the finishing thread.
+        - ``network_ms``: waiting for messages and checking them, on the finishing thread.
+        - ``reduce_ms``, ``decode_ms``: reducing and decoding, on the finishing thread.
+        - ``exposed_ms``: delay of that thread: time in which it handed over buckets, and after
+          the last one until all were complete. On a device, all these times are those of the
+          host while it enqueues work.
+        - ``worker_residual_ratio``, ``owner_residual_ratio``: norm of the residual over norm of
+          the gradient that it remained of (this rank's, or its part of the node's sum; the
+          average), in the last step, on a sample of about 64 tiles; 0.0 without such a
+          residual, and on a device.
+        - ``choice``: a dict of ``codec`` and ``exchange`` (``"flat"``, ``"two-level"``) in use,
+          and ``reason``; with ``"auto"`` also of ``step`` (when they came into use),
+          ``next_check`` (the step in which candidates are tried again) and ``measured_ms`` (of a
+          step, from the last trial, by codec: ``"q4"``, or, where there are two exchanges to
+          choose from, ``"q4 (two-level)"``).
+        - ``step_buckets``: for each bucket of the last finished step, the indices of its
+          parameters (in the order of `parameters`).
 
         Returns:
-            A dict; `Stats` has the types of its keys.
+            A dict with these keys; `Stats` has their types.
         """
         running = self._running
         stats = running.stats()
@@ -144,8 +183,11 @@ class Averaging(ABC):
         as this object exists. Its exceptions are raised there.
 
         Args:
-            callback: gets a dict with the numbers of that step alone, on this rank: those which
-                docs/guide/numbers.md marks as numbers of a row.
+            callback: gets a dict with the numbers of that step alone, on this rank, with the
+                meaning that they have in `stats`: ``step`` (of the training, from 0), ``buckets``,
+                ``chunks``, ``gradient_bytes``, ``wire_bytes``, ``local_bytes``, ``ratio``,
+                ``fallbacks``, ``encode_ms``, ``network_ms``, ``reduce_ms``, ``decode_ms``,
+                ``exposed_ms``, ``worker_residual_ratio`` and ``owner_residual_ratio``.
 
         Returns:
             A handle whose ``remove()`` ends the calls.
