@@ -342,6 +342,21 @@ def test_momentum_that_is_applied_in_part_comes_from_others() -> None:
     assert are_equal(of_all(diloco._global.hashes()))
 
 
+@on_ranks(2)
+def test_step_that_was_got_in_a_rejoin_that_failed_is_over() -> None:
+    """Rank 1 does not know whether all have the average, and gets what rank 0 has."""
+    alone, rank, groups = Alone("q4", None), dist.get_rank(), [dist.new_group() for _ in range(2)]
+    alone.step(0)
+    before = alone.withheld()
+    with Confirming(hear_nothing if rank else on_all_ranks):
+        assert attempt(lambda: alone.step(1)).error == ("PeerError" if rank else None)
+    failing = mock.patch.object(diloco, "take_up", side_effect=gradferry.StateError("full"))
+    with contextlib.nullcontext() if rank else failing:
+        assert attempt(lambda: alone.diloco.rejoin(groups[0])).error == "StateError"
+    alone.diloco.rejoin(groups[1])
+    expect_conserved(alone, before, groups[1], [0, 1], 1)
+
+
 # --- lost in a rejoin -----------------------------------------------------------------------------
 
 

@@ -117,6 +117,7 @@ class Nested(Moving):
         super().step(closure)
 
 
+Moving([torch.zeros(1)])  # torch hooks the step() of a class of which there is an optimizer
 OPTIMIZERS: list[Callable[[nn.Module], list[torch.optim.Optimizer]]] = [
     lambda model: [Moving(model.parameters())],
     lambda model: [Nested(model.parameters())],
