@@ -161,9 +161,9 @@ def test_what_another_process_has_there_is_not_opened() -> None:
     assert re.match(rf"rank 1: (opening )?/proc/{pids[1]}/fd/\d+", refusal), refusal
     assert not more_than(before)
     reading, writing = os.pipe()
-    path = f"/proc/self/fd/{reading}"
+    path = f"/proc/{os.getpid()}/fd/{reading}"
     with pytest.raises(gradferry.PeerError, match=f"^{path} is pipe:.*, for the first rank it is"):
-        node_memory._open(path, "/memfd:gradferry-0 (deleted)")
+        node_memory._open(os.getpid(), reading, "gradferry-0")
     os.close(reading)
     os.close(writing)
     assert not more_than(before)

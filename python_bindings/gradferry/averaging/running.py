@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +29,10 @@ from gradferry.averaging.tiles import (
 from gradferry.core.agreement import (
     Record,
     losing_names_ranks,
-    next_on_all_ranks,
     on_all_ranks,
     record_hash,
     rendezvous_place,
+    value_on_all_ranks,
 )
 from gradferry.core.codec_spec import AUTO, CodecSpec
 from gradferry.core.config import EXACT, Config
@@ -284,7 +285,8 @@ class Running:
 
         try:
             on_all_ranks(begin, group, device)
-            while (whole := next_on_all_ranks(moving, group, device)) is not None:
+            go_on = partial(next, moving, None)
+            while (whole := value_on_all_ranks(go_on, group, device)) is not None:
                 with losing_names_ranks(group):
                     dist.all_reduce(whole, group=group)
         except GradferryError:

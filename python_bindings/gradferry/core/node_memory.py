@@ -4,8 +4,8 @@ It is a memfd, which has no name in any folder: who may look into the first rank
 another process of its user may, opens it there, and the kernel frees it with the last process that
 has it. Keys in the store:
 
-    memory          where the first rank holds it, and its name, which no other file has; null: it
-                    has none
+    memory          the first rank's process, its descriptor there, and its name, which no other
+                    file has; null: there is none
     outcome/<rank>  why this rank cannot share memory; empty: it can
     left            how many ranks have read all outcomes
 
@@ -68,7 +68,7 @@ def share_memory(
                 descriptor = _make(name, num_bytes) if place is None else _open(*place)
                 open_for_all.callback(os.close, descriptor)
                 memory = _native.SharedMemory(descriptor, num_bytes)
-                place = (f"/proc/{os.getpid()}/fd/{descriptor}", f"/memfd:{name} (deleted)")
+                place = os.getpid(), descriptor, name
         except PeerError as error:
             reason = str(error)
         if rank == first:
@@ -139,9 +139,10 @@ def _make(name: str, num_bytes: int) -> int:
     return descriptor
 
 
-def _open(path: str, link: str) -> int:
-    """Opens the first rank's memory, if that is what this path names for this rank, too."""
+def _open(process: int, descriptor: int, name: str) -> int:
+    """Opens the first rank's memory, if that process and descriptor are it for this rank, too."""
+    path = Path(f"/proc/{int(process)}/fd/{int(descriptor)}")
     with _refusing(f"opening {path}"):
-        if (found := str(Path(path).readlink())) != link:
-            raise PeerError(f"{path} is {found}, for the first rank it is {link}")
+        if (found := str(path.readlink())) != f"/memfd:{name} (deleted)":
+            raise PeerError(f"{path} is {found}, for the first rank it is its memory")
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
