@@ -41,7 +41,6 @@ _KINDS = {
 }
 # A record has about 200 bytes per parameter; anything larger than this is not a record.
 MAX_RECORD_BYTES = 1 << 30
-MAX_CONTENT_BYTES = 1 << 40
 # The first all-gather carries every record's size and its first bytes. Short records, as those of
 # an outer step are, need no second one.
 _SIZE_BYTES, _FIRST_BYTES = 8, 1024
@@ -283,7 +282,7 @@ def content_of(content: object, source: int, group: dist.ProcessGroup, device: t
         return {"bytes": len(file.getbuffer())}
 
     size = on_all_ranks(pack, group, device)[source].get("bytes")
-    if type(size) is not int or not 0 < size <= MAX_CONTENT_BYTES:
+    if type(size) is not int or not 0 < size < 1 << 40:
         raise ProtocolError(f"a rank announced a content of {size} bytes")
     packed = bytearray(file.getvalue() or size)
     message = torch.frombuffer(packed, dtype=torch.uint8).to(rendezvous_place(group, device))

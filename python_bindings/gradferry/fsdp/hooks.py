@@ -135,7 +135,7 @@ class Gradients(Exchange):
             return
         for number, module in enumerate(self.modules):
             if module.shards and number not in called:
-                if self.running.config.needs_every_bucket:
+                if self.running.config.momentum:
                     self.fail(f"{module.name!r} has no gradient, {_NEEDS_ALL}")
                 engine.note_passed(self.indices(number))
 
@@ -216,7 +216,7 @@ class GradientHook(ModuleHook):
         if gradient.numel() != exchange.num_parts * self.module.num_elements:
             # Some parameters have no gradient, and what came does not say which.
             engine.expect_alive()
-            if self.running.config.needs_every_bucket:
+            if self.running.config.momentum:
                 exchange.fail(
                     f"some parameters of {self.module.name!r} have no gradient, {_NEEDS_ALL}"
                 )
