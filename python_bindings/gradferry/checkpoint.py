@@ -12,10 +12,7 @@ Several saves may be under way: of threads, of two jobs, of a process that was t
 whose draft was removed cannot complete. So a folder can be removed once its draft is gone, if the
 pointer read after that does not name it.
 
-torch.distributed.checkpoint is not beneath this, since it keeps none of these promises: it writes
-over the files of the old checkpoint, and removes its metadata before it renames the new one; of
-what ranks save under one name it keeps one value; it unpickles metadata and objects that may run
-code, and notices no changed bytes. `ResizedState` is for it.
+`ResizedState` is for torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from gradferry import _native
 from gradferry.averaging.handle import Averaging
 from gradferry.averaging.saved_state import merge
 from gradferry.averaging.start import usable_group
-from gradferry.core.agreement import Record, on_all_ranks, rendezvous_place
+from gradferry.core.agreement import Record, on_all_ranks
 from gradferry.core.rendezvous import world_ranks
 from gradferry.core.values import as_whole
 from gradferry.core.warn import warn_or_log
@@ -81,7 +78,7 @@ def save(
     """
     group = usable_group(group)
     rank = group.rank()
-    place = rendezvous_place(group, torch.device(group._device_types[0].type))
+    device = torch.device(group._device_types[0].type)
 
     def begin() -> Record:
         if not isinstance(folder, str | os.PathLike):
@@ -90,15 +87,15 @@ def save(
         return {"save": f"save-{secrets.token_hex(8)}"}
 
     # All ranks write where rank 0 says.
-    name = on_all_ranks(begin, group, place)[0].get("save")
+    name = on_all_ranks(begin, group, device)[0].get("save")
     if name is None:
         raise ProtocolError("rank 0 does not save a checkpoint here; call save() on every rank")
     here = Path(folder) / name
     try:
-        on_all_ranks(lambda: _make(here) if rank == 0 else None, group, place)
-        written = on_all_ranks(lambda: _write(_file(here, rank), content), group, place)
+        on_all_ranks(lambda: _make(here) if rank == 0 else None, group, device)
+        written = on_all_ranks(lambda: _write(_file(here, rank), content), group, device)
         pointer = {"format": _FORMAT, "save": name, "ranks": world_ranks(group), "files": written}
-        on_all_ranks(lambda: _complete(here, pointer) if rank == 0 else None, group, place)
+        on_all_ranks(lambda: _complete(here, pointer) if rank == 0 else None, group, device)
     except BaseException:
         # If rank 0 has replaced the pointer, and this rank has not heard of it, all stays.
         _remove_unless_named(here)
