@@ -351,10 +351,14 @@ class DiLoCo:
         """Compares what ranks have measured."""
         device = self._global.device
         records = on_all_ranks(lambda: self._measured(finishes), group, device)
-        fields = ("outer_steps", "outer optimizer", _STATES)
-        raise_first_mismatch([{key: r.get(key) for key in fields} for r in records], group)
+
+        def compare(*fields: str) -> None:
+            raise_first_mismatch([{key: r.get(key) for key in fields} for r in records], group)
+
+        compare("outer_steps", "outer optimizer")
         if len({record["global parameters"] for record in records}) > 1:
             self._name_odd_one(group)
+        compare(_STATES)
         return any(record["has more"] for record in records)
 
     def _average(self, group: dist.ProcessGroup) -> None:

@@ -227,7 +227,8 @@ def test_what_ranks_load_before_a_period_must_be_the_same() -> None:
     expect_on_all(optimizer.step, "RankMismatchError", "rank 1", "outer momentum")
     for finishes in (False, True):
         model = Plain()
-        optimizer, diloco = make(model)
+        optimizer, diloco = make(model, outer=outer)
+        optimizer.step()
         if dist.get_rank() == 1:
             shift(model, given)
         wrong = diloco.finish if finishes else optimizer.step
