@@ -108,6 +108,7 @@ _MADE: dict[str, Callable[[Any], Any]] = {
     "reducer": lambda t: t["gradferry"].Reducer(t["model"].named_parameters(), "q4"),
     "starts": lambda t: [p.detach().clone() for p in t["model"].parameters()],
     "loss": lambda t: t["model"](t["inputs"]),
+    "tensor": lambda t: t["inputs"].clone(),
     # a parameter server in reducer.md
     "start": lambda t: t["p"].clone(),
     "residual": lambda t: t["torch"].zeros(SHAPE),
