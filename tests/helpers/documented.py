@@ -109,7 +109,6 @@ _MADE: dict[str, Callable[[Any], Any]] = {
     "tensor": lambda t: t["torch"].ones(SHAPE),
     "starts": lambda t: [p.detach().clone() for p in t["model"].parameters()],
     "loss": lambda t: t["model"](t["inputs"]),
-    "tensor": lambda t: t["inputs"].clone(),
     # a parameter server in reducer.md
     "start": lambda t: t["p"].clone(),
     "residual": lambda t: t["torch"].zeros(SHAPE),
