@@ -495,6 +495,19 @@ def averaging() -> Any:
     return attached(HYBRID)[0]
 
 
+def in_parts() -> Any:
+    """Of which the root is not sharded."""
+    model: Any = Model()
+    for module in model.blocks:
+        fully_shard(module, mesh=HYBRID.mesh())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with texts(__file__):
+        gradferry.fsdp.attach(model, "q4")
+    return model
+
+
 def with_another_dtype(model: Any) -> None:
     for parameter in of_fsdp2(model.blocks[0]).fsdp_params:
         parameter.param_dtype = torch.bfloat16
@@ -531,6 +544,8 @@ CHANGES: list[tuple[Callable[[], Any], int, Callable[[Any], Any], tuple[int, ...
     (gathering, 0, with_another_group, ALL, "'blocks.0' is gathered in process group"),
     (scattering, 1, lambda m: m.blocks[1].bfloat16(), (1,),
      "the parameters of 'blocks.1' are gathered in torch.bfloat16"),
+    (in_parts, 0, lambda m: fully_shard(m, mesh=HYBRID.mesh()), ALL,
+     "fully_shard was called on 'the model' after attach"),
 ]  # fmt: skip
 HAS_GROUPS = hasattr(FSDPModule, "set_separate_reduce_scatter_group")
 if HAS_GROUPS:  # else torch reduces in the group of the shards alone

@@ -12,7 +12,7 @@ from torch import nn
 from gradferry.averaging.silent_hook import has_gradients_of, watch_hook
 from gradferry.errors import GradferryError, StateError
 from gradferry.fsdp.hooks import Exchange, Gradients, end_all
-from gradferry.fsdp.model import ShardedModule, unsharded_parameters
+from gradferry.fsdp.model import ShardedModule, sharded_modules, unsharded_parameters
 
 _NOT_CALLED = (
     "compressed: FSDP2 calls its hooks after loss.backward() of a forward pass through the model "
@@ -38,8 +38,8 @@ def watch(model: nn.Module, guard: Guard) -> None:
 class Guard:
     """Raises in the forward pass what has ended an engine: after a backward pass that failed,
     FSDP2 may leave out its hooks, and so reduce nothing. In every pass it raises that something
-    else exchanges than at attach; and as often as `check_every` says, that FSDP2 does not reduce a
-    parameter that trains, unless it did so at attach.
+    else exchanges than at attach; in the first, and as often as `check_every` says, that a module
+    was sharded later, or that FSDP2 does not reduce a parameter that trains, unless it did so then.
 
     Attributes:
         modules: of the model, that FSDP2 reduces.
@@ -55,7 +55,7 @@ class Guard:
         self._first = self.attached[0]
         running = self._first.running
         self._every = running.config.check_every if running.engine is not None else 0
-        self._checks = 0
+        self._checks = -1  # the first pass is one, too
 
     def __call__(self, model: nn.Module, *_: object) -> None:
         look = self._look
@@ -85,6 +85,12 @@ class Guard:
             self._check_parameters(model)
 
     def _check_parameters(self, model: nn.Module) -> None:
+        known = {module.name for module in self.modules}
+        if later := [each.name for each in sharded_modules(model) if each.name not in known]:
+            raise StateError(
+                f"fully_shard was called on {later[0]!r} after attach, so that its gradients would "
+                "not reach the hook; attach after the last fully_shard"
+            )
         for name in unsharded_parameters(model, self.modules):
             if name not in self.apart:
                 raise StateError(
