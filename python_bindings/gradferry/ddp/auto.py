@@ -13,18 +13,16 @@ A change loses no residuals. Where the next candidate keeps fewer of them, an en
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradferry import _native
 from gradferry.averaging.running import Running
-from gradferry.averaging.saved_state import same
 from gradferry.core.agreement import most_of_ranks
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.core.config import COARSE_BITS, EXACT, FIRST_OF_AUTO, Config
-from gradferry.core.nodes import FLAT, TWO_LEVEL, Exchange, exchanges_to_choose_from
-from gradferry.core.values import shown
+from gradferry.core.nodes import Exchange, exchanges_to_choose_from
 from gradferry.ddp.trial import (
     CODECS,
     Candidate,
@@ -32,7 +30,7 @@ from gradferry.ddp.trial import (
     Trial,
     most_precise,
 )
-from gradferry.errors import ConfigError, GradferryError, StateError
+from gradferry.errors import GradferryError, StateError
 
 _log = logging.getLogger("gradferry")
 
@@ -83,13 +81,6 @@ def chooses(running: Running) -> bool:
     return is_open and running.world_size > 1 and not config.passes_through
 
 
-def _count(value: object) -> int:
-    """Checks what a checkpoint says of steps."""
-    if not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{shown(value)} is no count")
-    return value
-
-
 @dataclass
 class Choice:
     """The current choice. The fields in `saved` are equal on all ranks."""
@@ -104,25 +95,10 @@ class Choice:
     measured_ms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def restored(cls, saved: Any) -> Choice:
-        """The choice in a checkpoint. Raises StateError where that holds something else."""
-        try:
-            exchange = saved["exchange"]
-            if not any(same(exchange, known) for known in (None, FLAT, TWO_LEVEL)):
-                raise ValueError(f"exchange {shown(exchange)} is unknown")
-            return cls(
-                codec=parse_codec(saved["codec"]),
-                exchange=exchange,
-                made=bool(_count(saved["made"])),
-                reason="restored from a checkpoint",
-                step=_count(saved["step"]),
-                next_check=_count(saved["next_check"]),
-                interval=_count(saved["interval"]),
-            )
-        except (LookupError, TypeError, ValueError, ConfigError) as error:
-            raise StateError(
-                f"the saved state's choice {shown(saved)} is no choice of codec='auto': {error}"
-            ) from error
+    def restored(cls, saved: Mapping[str, Any]) -> Choice:
+        """The choice in a state that was found sound. Raises ConfigError for an unknown codec."""
+        codec = parse_codec(saved["codec"])
+        return cls(**{**saved, "codec": codec, "reason": "restored from a checkpoint"})
 
     def saved(self) -> dict[str, Any]:
         """The fields for a checkpoint."""
