@@ -13,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from damaged_states import CHANGES, VALUES, damaged, drawn, examples, made
 from gradferry.checkpoint import ResizedState
-from gradferry.ddp.auto import Choice
 from hypothesis import given
 from hypothesis import strategies as st
 from on_ranks import of_all
@@ -111,19 +110,6 @@ def test_foreign_states_merge_or_are_refused(states: list[Any]) -> None:
         pass
     else:
         assert all(set(state) <= set(merged) for state in map(made, states))
-
-
-@given(st.dictionaries(st.sampled_from(sorted(Choice().saved())), VALUES))
-@examples(QUICK)
-def test_foreign_choice_is_refused_or_holds_counts(changes: dict[str, Any]) -> None:
-    try:
-        wrong = {name: made(value) for name, value in changes.items()}
-        choice = Choice.restored({**Choice().saved(), **wrong})
-    except gradferry.StateError:
-        pass
-    else:
-        assert choice.step >= 0
-        assert choice.next_check >= 0
 
 
 JSON = st.recursive(

@@ -211,7 +211,8 @@ def _load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
     else:
         saved_state.expect_sound(saved, on_resize)
     # A world of one chooses no codec, but may load a state in which others chose one.
-    chosen = Choice.restored(saved["choice"]).codec if "choice" in saved else None
+    choice = saved.get(saved_state.CHOICE)
+    chosen = Choice.restored(choice).codec if choice else None
     bound.resume(saved_state.load(bound.running, saved, on_resize, chosen=chosen))
 
 
@@ -227,8 +228,8 @@ def _restore_choice(
         # Where nothing chose, or for a named codec in another world, the measurement begins after
         # loading.
         is_of_here = running.config.chooses or saved["world_size"] == running.world_size
-        if is_of_here and "choice" in saved:
-            choice = Choice.restored(saved["choice"])
+        if is_of_here and (found := saved.get(saved_state.CHOICE)):
+            choice = Choice.restored(found)
         return {"choice": choice.saved(), "steps": saved["steps"]}
 
     on_all_ranks(check, running.group, running.transport.device, alike=True)
