@@ -40,6 +40,12 @@ REFUSED = [
     ("bench train --smoke --hooks q4", f"--hooks {BY_SMOKE}"),
     ("converge --worlds 0", "--worlds: 0 must be at least 1"),
     ("converge --tasks convexx", "did you mean 'convex'"),
+    ("converge --keep", "name it with --json FILE"),
+    ("converge --keep --json no_such.json", "no_such.json cannot be read"),
+    (
+        "converge --keep --json benchmarks/results/convergence.json",
+        "['full', 'quick']",
+    ),
     ("converge --out /dev/null/results", "cannot make this folder"),
     ("converge --from /dev/null", "/dev/null cannot be read"),
     ("demo --task txt", "did you mean 'text'"),
@@ -67,6 +73,7 @@ if not torch.cuda.is_available():
     NO_GPU = "sees no GPU on this machine"
     REFUSED += [
         ("bench codec", NO_GPU),
+        ("converge --device cuda", NO_GPU),
         ("doctor --device cuda", f"{NO_GPU}; run this where there is one"),
     ]
 
