@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch.optim.optimizer import ParamsT
 
+from gradferry.averaging.advice import OVERLAPPED_ZERO
 from gradferry.averaging.handle import Averaging
 from gradferry.averaging.momentum import DeliveredMomentum, end_momentum_mode
 from gradferry.ddp.state import HookState, bound_to
@@ -129,7 +130,7 @@ def _that_steps(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
         return optimizer
     if optimizer._overlap_with_ddp:  # type: ignore[attr-defined]
-        raise ConfigError("it steps inside the backward pass: build it without overlap_with_ddp")
+        raise ConfigError(OVERLAPPED_ZERO)
     shard: torch.optim.Optimizer = optimizer.optim  # type: ignore[attr-defined]
     return shard
 

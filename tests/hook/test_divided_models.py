@@ -147,6 +147,7 @@ def test_sharded_adamw_gives_the_parameters_of_adamw_and_resumes(
     )
     refused = attempt(lambda: gradferry.optim.momentum_mode(overlapping, zero.state))
     assert refused.error == "ConfigError"
+    assert attempt(overlapping.step).error == "ConfigError"  # which would do nothing
 
 
 # --- parts of a model, each trained by a data-parallel group of its own ---------------------------

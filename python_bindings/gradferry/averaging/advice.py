@@ -18,7 +18,12 @@ from gradferry.core.config import COARSE_BITS, Rule
 from gradferry.core.names import closest
 from gradferry.core.parameters import ParameterLayout
 from gradferry.core.warn import warn
+from gradferry.errors import ConfigError
 
+OVERLAPPED_ZERO = (
+    "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps in a communication hook of its own, "
+    "inside the backward pass, and not here: build it without overlap_with_ddp"
+)
 _SMALL_MESSAGE = 8192  # bytes
 _FEW_RANKS = 8  # so few messages in a bucket cost little, however short
 _FOR_ANOTHER_HOOK = (
@@ -44,6 +49,8 @@ def watch_optimizer(running: Running) -> None:
         running = weak()
         if running is None or optimizer in judged:
             return
+        if getattr(optimizer, "_overlap_with_ddp", False):  # and so has done nothing
+            raise ConfigError(OVERLAPPED_ZERO)
         judged.add(optimizer)
         if text := _unsuited(running, optimizer):
             handle.remove()
