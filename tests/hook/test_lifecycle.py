@@ -280,7 +280,8 @@ def test_a_forked_child_has_a_copy_of_the_state_and_no_backward_pass(native: boo
     assert stats == run.state.stats()
     said = in_child(lambda: run.step(3))
     run.step(3)  # the parent goes on
-    assert said["error"] == "StateError", said
+    # torch's own where a device of an earlier test has given autograd threads.
+    assert said["error"] in ("StateError", "RuntimeError"), said
     assert "fork" in said["text"]
 
 
