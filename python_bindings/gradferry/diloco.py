@@ -42,6 +42,7 @@ from gradferry.core.agreement import (
     raise_first_mismatch,
     record_hash,
     rendezvous_place,
+    value_on_all_ranks,
 )
 from gradferry.core.config import CHUNK_BYTES
 from gradferry.core.device import CPU
@@ -334,7 +335,7 @@ class DiLoCo:
         its shard. Collective.
         """
         for beside, device in self._global.shard_groups():
-            act = partial(_told, act, beside, device)
+            act = partial(value_on_all_ranks, act, beside, device)
         return act()
 
     def _measured(self, finishes: bool) -> Record:
@@ -703,12 +704,6 @@ def _is_inner_call(optimizer: torch.optim.Optimizer) -> bool:
     """
     frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
     return sum(f.f_code is _STEP and f.f_locals.get("self") is optimizer for f in frames) > 1
-
-
-def _told(act: Callable[[], bool | None], group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What `act` returns, or the error of a rank of the group."""
-    records = on_all_ranks(lambda: {"answer": act()}, group, device)
-    return records[group.rank()]["answer"]
 
 
 # --- what other ranks have sent -------------------------------------------------------------------
