@@ -72,6 +72,7 @@ def case_sharded(parallel: str, hooks: tuple[str, ...]) -> Any:
     return case_contest(model="small", hooks=hooks, parallel=parallel, bucket_caps_mb=())
 
 
+@pytest.mark.slow
 def test_gathers_and_the_reduce_scatter_are_compared(worlds):
     hooks = ("none", *SHARDED_HOOKS["fsdp"])
     elements = sum(p.numel() for p in MODELS["small"](2).build_model().parameters())

@@ -85,6 +85,7 @@ def test_demo_goes_on_over_loopback_where_no_link_can_be_made(monkeypatch):
     assert asked.link == "1gbit"  # and fails when it is made
 
 
+@pytest.mark.slow
 def test_demo_ends_its_ranks_on_ctrl_c(tmp_path):
     options = ["--steps", "100000", "--hooks", "q4", "--link", "loopback", "--out", str(tmp_path)]
     process = subprocess.Popen(

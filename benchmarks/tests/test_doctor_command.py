@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("namespaces_allowed")
 def test_doctor_on_a_slow_link_says_compress(rows_of, capfd) -> None:
     *steps, verdict = rows_of("doctor", "--smoke", "--link", "100mbit")

@@ -115,6 +115,7 @@ def message_bytes(codec: str, *shape: int) -> int:
     return 64 + sum(find_codec(codec).payload_bytes(n, "float32") for n in tiles)
 
 
+@pytest.mark.slow
 def test_parameter_server_keeps_all_copies_equal() -> None:
     options = ("--steps", "40", "--workers", "2", "--codec", "q4")
     (started,) = start("parameter_server.py", *options, ranks=1)

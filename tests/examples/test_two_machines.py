@@ -49,6 +49,7 @@ def test_doctor_talks_between_two_machines(tmp_path: Path) -> None:
         expect_shown(re.sub(r"^\$ .*\n", "", block), ended[0][1])
 
 
+@pytest.mark.slow
 def test_example_trains_on_two_machines(tmp_path: Path) -> None:
     ended = run_on_two([EXPORT + each for each in PAIRS[1]], tmp_path)
     assert [code for code, _ in ended] == [0, 0], ended
