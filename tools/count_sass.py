@@ -63,7 +63,6 @@ constexpr ScalarType kDtype = ScalarType::{dtype};
   __global__ void __launch_bounds__(kTileThreads, bounds_of(Counted::kRow).bound) name
 #define GRADFERRY_FIX \\
   if (call.residual == nullptr) __builtin_unreachable(); \\
-  if (call.residual + entry.tile.residual_offset == nullptr) __builtin_unreachable(); \\
   call.chunk.dtype = kDtype; \\
   entry.has_residual = kResidual; \\
   {options}

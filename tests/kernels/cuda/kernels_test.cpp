@@ -109,8 +109,8 @@ TEST_P(Kernels, StayInsideEveryBufferOfASingleTile) {
 }
 
 // A residual that is not replaced is converted to the present loss scale: in a unit that is not
-// finite, and in a held zero tile. Each rank has a tile that is zero on the other alone, and another
-// is zero but for its last element.
+// finite, and in a held zero tile. Each rank has a tile that is zero on the other alone, and
+// another is zero but for its last element.
 TEST_P(Kernels, HoldZeroTilesAndConvertTheResidualsTheyKeep) {
   for (const float gain : {0.5f, 2.0f}) {
     ChunkSetup s = setup({4096, 77, 4096, 130, 50, 1024});
