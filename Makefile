@@ -1,5 +1,4 @@
 # Thin wrapper: CMake and pip do the work. `make help` lists the targets.
-#
 #   TORCH=2.11.0       which torch to build and test with; each has its own environment
 #   PYTHON=python3.12  which Python makes that environment (3.10 to 3.13)
 #   JOBS=4             how many compilers or tests run at once
@@ -61,26 +60,16 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 setup:  ## the environment, with gradferry and all that tests need built and installed
 	$(prepare) $(package_ready)
-	@echo "gradferry is installed in $(venv) for torch $(TORCH)"
-demo:  ## two ranks on this machine: what compression changes, with a picture
-	@test -e $(demo_ready) || echo "Set-up: about 4 minutes on two cores, once; then 2 of training. Details are in build/*.log."
+demo:  ## two ranks on this machine: what compression changes, with a picture; 6 minutes the first time
 	$(prepare) $(demo_ready)
 	@$(bin)/gradferry demo
 
 # --- packages, and what is measured
-wheel:  ## dist/gradferry-*.whl for TORCH= and PYTHON=, with kernels for every processor and every GPU
-	$(prepare) $(venv_ready)
+wheel: $(venv_ready)  ## dist/gradferry-*.whl for TORCH= and PYTHON=, with kernels for every processor and every GPU
 	@$(call cmake,release,kernels for every processor and GPU (usually 1 min or 30 with nvcc),,--target install)
 	@tools/wheel.sh $(venv) $(PYTHON) $(TORCH)
-sdist: $(venv_ready)  ## dist/gradferry-*.tar.gz, with all that is not built
-	@$(bin)/python -c 'from scikit_build_core.build import build_sdist as build; build("dist")'
-docs: .venv-docs/.docs  ## the documentation as a site in build/site; a link that leads nowhere is an error
+docs: .venv-docs/.docs  ## the documentation as build/site/index.html; a link that leads nowhere is an error
 	@$(quiet) build/docs.log env NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
-	@echo "build/site/index.html"
-bench: $(core_ready)  ## kernels of every codec, against what memory allows
-	@build/core/benchmarks/codec_bench
-sass: $(package_ready)  ## instructions, registers and occupancy of every CUDA kernel; needs nvcc, no GPU
-	@$(bin)/python tools/count_sass.py
 gpu-check:  ## what a GPU makes of it: kernels, sanitizers, training; results in build/gpu/gpu.json
 	@$(PYTHON) tools/gpu_check.py
 
@@ -122,9 +111,6 @@ sim-threads: $(package_ready)  ## THREAD_WORLDS=300 on real threads and sockets,
 fuzz: build/.system_fuzz  ## fuzz targets with clang's libFuzzer, each for FUZZ_SECONDS=60
 	@$(call cmake,fuzz,kernels and fuzz targets (usually 3 min))
 	@tools/fuzz.sh build/fuzz $(or $(FUZZ_SECONDS),60) $(JOBS)
-soak:  ## random trainings, kills and restarts for HOURS=2 or MINUTES=5
-	$(prepare) $(package_ready)
-	@$(bin)/python tests/faults/soak.py $(or $(HOURS:%=--hours %),--minutes $(or $(MINUTES),5)) $(SEED:%=--seed %)
 
 # --- lint
 cpp_files := $(filter %.h %.cuh %.cpp %.cu,$(call files,include kernels hooks python_bindings benchmarks tests examples/cpp))
@@ -140,6 +126,8 @@ lint: $(package_ready) $(venv)/.lint  ## formatting, static analysis, types, stu
 	    --mypy-config-file pyproject.toml --allowlist tests/lint/native_stub_allowlist.txt
 	@$(MAKE) -s -k build/lint/torch-$(TORCH).tidy build/lint/core.tidy
 	@echo "lint: all clean"
+clean:  ## remove all that git ignores: what was built, and environments
+	@git clean -qfdX
 format: $(venv)/.lint  ## rewrite what `make lint` would complain about
 	@$(bin)/clang-format -i $(cpp_files)
 	@$(bin)/ruff check --quiet --fix . && $(bin)/ruff format --quiet .
@@ -190,8 +178,3 @@ $(venv)/.gradferry-demo: build/core/.kernels $(venv_ready)
 	$(call install_package,OFF)
 $(package_ready): $(core_ready) $(venv_ready) | $(venv)/.test
 	$(call install_package,ON)
-
-clean:  ## remove what was built, keep the environments
-	@rm -rf build dist demo_results .mypy_cache .pytest_cache .ruff_cache .hypothesis
-distclean: clean  ## remove the environments too
-	@rm -rf .venv*

@@ -106,7 +106,7 @@ void BucketEngine::run(const std::vector<uint32_t>& parameters, UsedMap used,
   }
   // What a bucket before this one met is not thrown: DDP would be left in the middle of a pass, and
   // meet the next one with an internal error.
-  future->setErrorIfNeeded(options_.make_exception(*life_.death));
+  future->setErrorIfNeeded(options_.exception_of(*life_.death));
 }
 
 // False when the engine has failed.
@@ -206,7 +206,7 @@ void BucketEngine::end_step() {
 // --- errors and the end ---
 
 void BucketEngine::raise(const Error& error) const {
-  std::rethrow_exception(options_.make_exception(error));
+  std::rethrow_exception(options_.exception_of(error));
 }
 
 bool BucketEngine::fail(const Error& error) {

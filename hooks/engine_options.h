@@ -17,6 +17,7 @@
 #include "protocol/nodes.h"
 #include "protocol/plan.h"
 #include "protocol/workspace.h"
+#include "threads.h"
 
 namespace gradferry {
 
@@ -71,6 +72,10 @@ struct EngineOptions {
 
   Agreement agreement() const {
     return {rank, world_size, config_hash, layout_hash, loss_scale.defined()};
+  }
+  // An error as Python or C++ sees it, as soon as there is memory for it.
+  std::exception_ptr exception_of(const Error& error) const {
+    return with_memory([&] { return make_exception(error); });
   }
   // This rank, as errors name it.
   uint32_t world_rank() const { return peers->in_world(rank); }

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from gradferry.diagnosis import ProcessorWait, busy_notes
 from gradferry.errors import ConfigError, PeerError
 from rich.console import Console
 
@@ -23,7 +22,6 @@ from gradferry_lab.ranks.launch import (
     Emit,
     Outbox,
     Placement,
-    gather_from_ranks,
     torchrun_placement,
 )
 from gradferry_lab.ranks.network import Network, check_network, parse_link
@@ -92,8 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         for line in [*_plan(task, hooks, steps, arguments), *obstacle]:
             print_line(console, line)
 
-    def report(found: tuple[Sequence[TrainingRun], float], where: Where) -> int:
-        runs, waited = found
+    def report(runs: Sequence[TrainingRun], where: Where) -> int:
         rows = [_row(task, run, steps, arguments.seed, where.link) for run in runs]
         timed = _has_times(rows)
         curves = [
@@ -106,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         against = "bytes sent and seconds" if timed else "bytes sent"
         print_line(console, f"Loss against {against}: {picture}")
         console.print()
-        print_table(console, demo_table(rows, waited))
+        print_table(console, demo_table(rows))
         save_rows(console, arguments.json, rows, results_of="demo")
         return 0
 
@@ -163,18 +160,14 @@ def _plan(task: Task, hooks: Sequence[str], steps: int, arguments: argparse.Name
 
 def compare_hooks(
     emit: Emit, task_name: str, hooks: Sequence[str], steps: int, seed: int
-) -> tuple[list[TrainingRun], float]:
+) -> list[TrainingRun]:
     """Trains with all hooks, which take turns of one step each; runs on every rank.
 
     The order is reversed from round to round, so that what else the machine does affects all hooks
-    alike. Returns the runs, and the share of their time that threads of a rank waited for a
-    processor while it made and validated models, on the rank where it is greatest: in steps the
-    threads of a rank may wait for each other.
+    alike.
     """
     task = load_task(task_name)
-    wait = ProcessorWait()
     trainings = [Training(task, hook, steps=steps, seed=seed) for hook in hooks]
-    waited = max(each["share"] for each in gather_from_ranks({"share": wait.share()}))
     in_turn = list(trainings)
     for step in range(1, steps + 1):
         for training in in_turn:
@@ -182,7 +175,7 @@ def compare_hooks(
             text = f"step {step}/{steps}: {training.hook}, loss {training.step():.3f}"
             emit(Doing(text, step / steps))
         in_turn.reverse()
-    return [training.finish() for training in trainings], waited
+    return [training.finish() for training in trainings]
 
 
 def _row(task: Task, run: TrainingRun, steps: int, seed: int, link: str) -> dict[str, Any]:
@@ -205,8 +198,8 @@ def _row(task: Task, run: TrainingRun, steps: int, seed: int, link: str) -> dict
     }
 
 
-def demo_table(rows: Sequence[Row], waited: float = 0.0) -> Table:
-    """The demo's rows. waited: share of their time that threads waited for a processor."""
+def demo_table(rows: Sequence[Row]) -> Table:
+    """The demo's rows."""
     task, first = load_task(rows[0]["task"]), rows[0]
     plain = [row["final_loss"] for row in rows if row["hook"] == PLAIN_DDP]
 
@@ -233,7 +226,7 @@ def demo_table(rows: Sequence[Row], waited: float = 0.0) -> Table:
         f"{first['steps']} steps, seed {first['seed']}",
         columns=columns,
         rows=rows,
-        notes=_notes(task, rows, waited),
+        notes=_notes(task, rows),
     )
 
 
@@ -241,7 +234,7 @@ def _has_times(rows: Sequence[Row]) -> bool:
     return bool(rows[0]["link"] != LOOPBACK)
 
 
-def _notes(task: Task, rows: Sequence[Row], waited: float) -> list[str]:
+def _notes(task: Task, rows: Sequence[Row]) -> list[str]:
     times = "Milliseconds: median step of the slowest rank." if _has_times(rows) else ""
     notes = [
         f"Losses: of validation data, in {task.metric}; {rows[0]['initial_loss']:.4f} before "
@@ -255,7 +248,7 @@ def _notes(task: Task, rows: Sequence[Row], waited: float) -> list[str]:
     if not all(row["wire_bytes_measured"] for row in rows):
         notes.append("* computed for a ring all-reduce: PyTorch does not count what it sends.")
     if _has_times(rows):
-        return notes + busy_notes(waited, "before the first step")
+        return notes
     needs = ", ".join(
         f"{row['hook']} {8e3 * row['wire_bytes_per_step'] / _GIGABIT:.1f} ms" for row in rows
     )

@@ -145,7 +145,6 @@ def doctor_rows(found: Diagnosis, asked: Mapping[str, Any]) -> list[dict[str, An
         "elements": found.elements,
         "parameters": found.parameters,
         "none_ms": 1e3 * found.silent_s,
-        "waited_share": found.waited,
     }
     steps: list[dict[str, Any]] = [
         {

@@ -12,7 +12,6 @@ import torch
 from gradferry import _build_info, _native
 from gradferry.core import device
 from gradferry.core.codec_spec import parse_codec
-from gradferry.core.device import Version, driver_version, shown, this_build, why_not
 from gradferry.errors import ConfigError
 from rich.console import Console
 
@@ -49,7 +48,6 @@ def facts() -> dict[str, str]:
         "instruction sets": f"{' '.join(_native.available_isas())}; active: "
         f"{_native.active_isa()} (GRADFERRY_ISA chooses)",
         "CUDA": f"{_cuda_kernels()}; {torch.cuda.device_count()} devices seen by torch",
-        "CUDA driver": _driver(driver_version()),
         **_gpus(),
     }
 
@@ -59,8 +57,6 @@ def _cuda_kernels() -> str:
     if not _build_info.CUDA_COMPILER:
         return "no kernels in this build"
     built = f"kernels by {_build_info.CUDA_COMPILER} for {_build_info.CUDA_ARCHITECTURES}"
-    if (build := this_build()) is not None:
-        built += f" ({build})"
     if not torch.cuda.is_available():
         return f"{built}, not loaded without a GPU"
     try:
@@ -70,31 +66,13 @@ def _cuda_kernels() -> str:
     return f"{built}, loaded"
 
 
-def _driver(newest: Version | None) -> str:
-    """What this machine's driver can run of this build."""
-    if newest is None:
-        return "none on this machine"
-    build = this_build()
-    if build is None:
-        return f"runs CUDA {shown(newest)} and older"
-    if newest[0] < build.toolkit[0]:
-        return f"runs CUDA {shown(newest)} and older, too old for these kernels"
-    translates = "and translates their PTX" if newest >= build.toolkit else "but not their PTX"
-    return f"runs CUDA {shown(newest)} and older: the machine code of these kernels, {translates}"
-
-
 def _gpus() -> dict[str, str]:
-    """What each GPU runs, by its name in torch."""
-    build, driver = this_build(), driver_version()
+    """Each GPU by its name in torch, and for which architecture its kernels would be made."""
     rows = {}
     for index in range(torch.cuda.device_count()):
-        capability = torch.cuda.get_device_capability(index)
-        runs = "not known" if _build_info.CUDA_COMPILER else "no kernels in this build"
-        if build is not None:
-            held = "machine code" if build.has_machine_code(capability) else "translated PTX"
-            runs = why_not(build, driver, capability, "it") or f"runs {held}"
+        major, minor = torch.cuda.get_device_capability(index)
         name = torch.cuda.get_device_name(index)
-        rows[f"cuda:{index}"] = f"{name}, compute capability {shown(capability)}: {runs}"
+        rows[f"cuda:{index}"] = f"{name}, compute capability {major}.{minor}"
     return rows
 
 

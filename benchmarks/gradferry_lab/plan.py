@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from gradferry import _native
-from gradferry.averaging.advice import COSTLY_MESSAGES, SMALL_MESSAGE
 from gradferry.core.codec_spec import AUTO, OFF, parse_codec
 from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import on_streams
@@ -60,6 +59,7 @@ from gradferry_lab.workloads.sharded_bytes import (
 _FP32 = "torch:fp32"
 _PER_NODE = 8  # GPUs, where --world consists of such nodes
 _MOST_PLANNED = 4  # buckets; all of a model are alike
+_SMALL_MESSAGE = 8192
 
 _EXCHANGES = {
     DDP: "flat: every GPU sends to every other, and the GPUs of a node share its card. two-level: "
@@ -380,8 +380,11 @@ def plan_table(rows: Sequence[Row]) -> Table:
     notes += [f"{hook}: {loss}." for hook, loss in LOSSES.items() if hook in asked]
     if counted:
         notes.append("messages: with payloads, to other nodes, in a step.")
-    if any((row["shortest_message"] or SMALL_MESSAGE) < SMALL_MESSAGE for row in rows):
-        notes.append(f"{COSTLY_MESSAGES}: two levels make fewer, --bucket-cap longer ones.")
+    if any(0 < (row["shortest_message"] or 0) < _SMALL_MESSAGE for row in rows):
+        notes.append(
+            "Messages below 8 KB cost more than their bytes: two levels make fewer, --bucket-cap "
+            "longer ones."
+        )
     least = min(rows, key=lambda row: row["card_bytes"])
     notes.append(
         "Use q4 unless you need fewer bytes."

@@ -63,6 +63,15 @@ def test_converge_trains_goes_on_where_it_stopped_and_judges(
     assert "1 of 4 trainings are in" in capsys.readouterr().out
 
     document = json.loads((tmp_path / "rows.json").read_text())
+    other = {**document["rows"].pop(3), "final_loss": 9.0, "seed": 7}
+    document["environment"]["cpu"] = "another; one more"
+    document["rows"].append(other)
+    (tmp_path / "rows.json").write_text(json.dumps(document))
+    command[-1] = str(tmp_path / "elsewhere")
+    assert rows_of(*command, "--keep") == [*rows, other]
+    assert "3 of 4 trainings are in" in capsys.readouterr().out
+    document = json.loads((tmp_path / "rows.json").read_text())
+    assert document["environment"]["cpu"].startswith("another; one more; ")
     document["rows"][2]["final_loss"] *= 3
     (tmp_path / "changed.json").write_text(json.dumps(document))
     assert main(["converge", "--from", str(tmp_path / "changed.json")]) == 1

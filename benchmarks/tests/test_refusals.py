@@ -40,13 +40,19 @@ REFUSED = [
     ("bench train --smoke --hooks q4", f"--hooks {BY_SMOKE}"),
     ("converge --worlds 0", "--worlds: 0 must be at least 1"),
     ("converge --tasks convexx", "did you mean 'convex'"),
+    ("converge --keep", "name it with --json FILE"),
+    ("converge --keep --json no_such.json", "no_such.json cannot be read"),
+    (
+        "converge --keep --json benchmarks/results/convergence.json",
+        "['full', 'quick']",
+    ),
     ("converge --out /dev/null/results", "cannot make this folder"),
     ("converge --from /dev/null", "/dev/null cannot be read"),
     ("demo --task txt", "did you mean 'text'"),
     ("demo --steps 0", "steps must be at least"),
     ("demo --ranks 99", "ranks must be from 1 to 16"),
     ("demo --out /dev/null/results", "cannot make this folder"),
-    ("doctor --hooks auto", "'auto' chooses among hooks"),
+    ("doctor --hooks auto", "there is no codec 'auto'"),
     ("doctor --model transfomer", "did you mean 'transformer'"),
     ("doctor --bucket-cap 0", "--bucket-cap: 0"),
     ("doctor --ranks 1", "two ranks at least"),
@@ -67,6 +73,7 @@ if not torch.cuda.is_available():
     NO_GPU = "sees no GPU on this machine"
     REFUSED += [
         ("bench codec", NO_GPU),
+        ("converge --device cuda", NO_GPU),
         ("doctor --device cuda", f"{NO_GPU}; run this where there is one"),
     ]
 

@@ -182,7 +182,7 @@ void DeviceEngine::exchange_later(DeviceJob job) {
       exchange(*shared);
     } catch (...) {
       fail(describe_failure(std::current_exception(), options_.world_rank()));
-      shared->future->setErrorIfNeeded(options_.make_exception(*life_.death));
+      shared->future->setErrorIfNeeded(options_.exception_of(*life_.death));
     }
   });
   if (!added) throw called_at_exit();

@@ -723,7 +723,7 @@ void HostEngine::fail_all(const Error& error) {
   for (Chunks& chunks : waiting_) chunks.clear();
   commits_.clear();
   options_.peers->tell(life_.death->what(), life_.death->kind());
-  const std::exception_ptr exception = options_.make_exception(*life_.death);
+  const std::exception_ptr exception = options_.exception_of(*life_.death);
   for (const auto& bucket : failed) {
     bucket->profiler.clear();
     if (bucket->future) bucket->future->setErrorIfNeeded(exception);

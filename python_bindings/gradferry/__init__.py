@@ -28,7 +28,6 @@ from gradferry.errors import (
     RankMismatchError,
     StateError,
 )
-from gradferry.kept_reducers import all_reduce, forget
 from gradferry.reducer import Reducer, Work
 from gradferry.tensor import accumulate, decode, encode
 
@@ -54,13 +53,11 @@ __all__ = [
     "Work",
     "__version__",
     "accumulate",
-    "all_reduce",
     "attach",
     "checkpoint",
     "decode",
     "doctor",
     "encode",
-    "forget",
     "fsdp",
     "hook",
     "optim",

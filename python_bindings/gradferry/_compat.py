@@ -18,27 +18,17 @@ def check_torch(running: str = torch.__version__, built_against: str = TORCH_VER
     Raises:
         ImportError: they differ; the message names both, and what to install.
     """
-    has, needs = _minor(running), _minor(built_against)
-    if has == needs:
+    if _minor(running) == _minor(built_against):
         return
-    name = ".".join(map(str, has))
-    back = f"install torch {'.'.join(map(str, needs))}"
-    if _minor(OLDEST_TORCH) <= has <= _minor(NEWEST_TORCH):
-        advice = (
-            f"install the gradferry whose version ends in +torch{name}, or build it in its source "
-            "folder with `pip install --no-build-isolation --force-reinstall --no-deps .`"
-        )
-    else:
-        supports = f"gradferry {GRADFERRY_VERSION} supports torch {OLDEST_TORCH} to {NEWEST_TORCH}"
-        newer = has > _minor(NEWEST_TORCH)
-        advice = f"{supports}, and no build of it torch {name}; {back}" + (
-            ", or a newer gradferry, which may support it" if newer else ""
-        )
     raise ImportError(
-        f"gradferry was built against torch {built_against} but runs with torch {running}: {advice}"
+        f"gradferry was built against torch {built_against} but runs with torch {running}: install "
+        f"torch {_minor(built_against)}; or, if it is of those that gradferry {GRADFERRY_VERSION} "
+        f"supports ({OLDEST_TORCH} to {NEWEST_TORCH}), the gradferry whose version ends in "
+        f"+torch{_minor(running)}, built in its source folder with "
+        "`pip install --no-build-isolation --force-reinstall --no-deps .`"
     )
 
 
-def _minor(version: str) -> tuple[int, ...]:
+def _minor(version: str) -> str:
     """Major and minor number."""
-    return tuple(map(int, version.split(".")[:2]))
+    return ".".join(version.split(".")[:2])

@@ -1,37 +1,33 @@
 """Atomic checkpoints, and states for another number of ranks.
 
-`save` and `load` keep the latest checkpoint of a training in a folder on a shared file system: a
-file per rank, and a manifest that names them, written last. A kill at any point leaves the old
-checkpoint or the new one. `ResizedState` is for torch.distributed.checkpoint.
+`save` and `load` keep the latest checkpoint of a training in a folder on a shared file system. Each
+save writes into a folder of its own there, and a pointer names the one that is complete, so that a
+kill at any point leaves the old checkpoint or the new one:
 
-Several saves may be under way in one folder: of threads, of two jobs, of a process that was thought
-dead. Each has a token, which is in the names of its files:
+    save-<token>.json          the draft of a save's pointer: there before its folder is, and ...
+    latest.json                ... renamed to this when the folder is complete
+    save-<token>/rank-<n>.pt   what rank n of the group has saved
 
-    manifest-<token>.tmp     its draft: there before its other files, and renamed to ...
-    manifest.json            ... when these are complete; the only name that saves share
-    rank-<rank>-<token>.pt   a rank's content; while it is written it ends in .tmp
+Several saves may be under way: of threads, of two jobs, of a process that was thought dead. A save
+whose draft was removed cannot complete. So a folder can be removed once its draft is gone, if the
+pointer read after that does not name it.
 
-A save whose draft was removed cannot complete. So a file can be removed once the draft of its save
-is gone, if the manifest read after that does not name it.
-
-torch.distributed.checkpoint is not beneath this, since it keeps none of these promises: it writes
-over the files of the old checkpoint, and removes its metadata before it renames the new one; of
-what ranks save under one name it keeps one value; it unpickles metadata and objects that may run
-code, and compares no digests. A folder of its own for each save, a pointer to the complete one, and
-all that is below would still be needed.
+`ResizedState` is for torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import re
+import secrets
+import shutil
 import socket
-import time
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -40,22 +36,17 @@ from gradferry import _native
 from gradferry.averaging.handle import Averaging
 from gradferry.averaging.saved_state import merge
 from gradferry.averaging.start import usable_group
-from gradferry.core.agreement import Record, on_all_ranks, rendezvous_place
-from gradferry.core.content_file import durable_file, read_content, write_content
+from gradferry.core.agreement import Record, on_all_ranks
 from gradferry.core.rendezvous import world_ranks
-from gradferry.core.values import as_whole, short
+from gradferry.core.values import as_whole
 from gradferry.core.warn import warn_or_log
 from gradferry.errors import ConfigError, ProtocolError, StateError
 
 __all__ = ["ResizedState", "exists", "load", "load_all", "merge", "save"]
 
-_MANIFEST = "manifest.json"
+_POINTER = "latest.json"
 _FORMAT = 1
-_DRAFT = "manifest-{}.tmp"
-_TOKEN = re.compile(r"[0-9a-f]+")
-_OF_A_SAVE = re.compile(r"(?:rank-\d+|manifest)-([0-9a-f]+)\.(?:pt|tmp)")
-# How long a client of NFS may not see another one's new file, as a rule.
-_SHARE_SECONDS = 5.0
+_SAVE = "save-" + 16 * "[0-9a-f]"  # a pattern of folders
 
 
 def save(
@@ -63,8 +54,8 @@ def save(
 ) -> None:
     """Replaces the folder's checkpoint. Collective.
 
-    Each rank writes its own file and flushes it to disk. When rank 0 sees all of them, it replaces
-    the manifest and removes what other saves have left.
+    Each rank writes its own file and flushes it to disk. When all have, rank 0 replaces the pointer
+    and removes what other saves have left.
 
     If several saves write into one folder at the same time, the first to complete wins, and the
     others raise.
@@ -77,7 +68,7 @@ def save(
         group: of the ranks that take part; the default group if None.
 
     Raises:
-        ConfigError: a rank's folder is no path, or its content no mapping.
+        ConfigError: a rank's folder is no path.
         StateError: a rank's content holds what `load` would refuse; the ranks do not share the
             folder; or another save into it was completed meanwhile. There is no process group.
         PeerError: a rank could not write.
@@ -87,47 +78,33 @@ def save(
     """
     group = usable_group(group)
     rank = group.rank()
-    place = rendezvous_place(group, torch.device(group._device_types[0].type))
-    token = uuid.uuid4().hex[:16]
-
-    path: Path | None = None
+    device = torch.device(group._device_types[0].type)
 
     def begin() -> Record:
-        nonlocal path
-        path = _checked(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        if rank == 0:
-            (path / _DRAFT.format(token)).touch(exist_ok=False)
-        return {"token": token}
+        if not isinstance(folder, str | os.PathLike):
+            raise ConfigError(f"folder={folder!r} is no path")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return {"save": f"save-{secrets.token_hex(8)}"}
 
+    # All ranks write where rank 0 says.
+    name = on_all_ranks(begin, group, device)[0].get("save")
+    if name is None:
+        raise ProtocolError("rank 0 does not save a checkpoint here; call save() on every rank")
+    here = Path(folder) / name
     try:
-        # All ranks write under the token of rank 0.
-        token = _checked_token(on_all_ranks(begin, group, place)[0])
-        assert path is not None
-        where = path
-        written = on_all_ranks(lambda: _write_own(where, token, rank, content), group, place)
-        on_all_ranks(
-            lambda: _publish(where, token, group, written) if rank == 0 else None, group, place
-        )
+        on_all_ranks(lambda: _make(here) if rank == 0 else None, group, device)
+        written = on_all_ranks(lambda: _write(_file(here, rank), content), group, device)
+        pointer = {"format": _FORMAT, "save": name, "ranks": world_ranks(group), "files": written}
+        on_all_ranks(lambda: _complete(here, pointer) if rank == 0 else None, group, device)
     except BaseException:
-        # If rank 0 has replaced the manifest, and this rank has not heard of it, all files stay.
-        if path is not None:
-            _remove_unnamed(path, [_file_name(rank, token)])
+        # If rank 0 has replaced the pointer, and this rank has not heard of it, all stays.
+        _remove_unless_named(here)
         raise
-
-
-def _checked(folder: str | Path) -> Path:
-    try:
-        if b"\0" not in os.fsencode(folder):
-            return Path(folder)
-    except (TypeError, UnicodeEncodeError):
-        pass
-    raise ConfigError(f"folder={folder!r} is no path")
 
 
 def exists(folder: str | Path) -> bool:
     """Whether the folder holds a checkpoint."""
-    return (Path(folder) / _MANIFEST).exists()
+    return (Path(folder) / _POINTER).exists()
 
 
 def load(folder: str | Path, rank: int | None = None) -> dict[str, Any]:
@@ -144,7 +121,7 @@ def load(folder: str | Path, rank: int | None = None) -> dict[str, Any]:
     Raises:
         StateError: there is no checkpoint, it has no such rank, or it was damaged.
     """
-    files, ranks = _read_manifest(Path(folder))
+    here, files, ranks = _latest(Path(folder))
     if rank is None:
         if not dist.is_initialized():
             raise StateError("no process group says which rank this is; pass rank= to load()")
@@ -158,7 +135,7 @@ def load(folder: str | Path, rank: int | None = None) -> dict[str, Any]:
             f"the default group, and has nothing of rank {named}; pass rank= to load(), counted "
             "among the ranks that saved, or take what all saved from load_all()"
         )
-    return _read(Path(folder), files[number])
+    return _read(_file(here, number), files[number])
 
 
 def load_all(folder: str | Path) -> list[dict[str, Any]]:
@@ -171,7 +148,8 @@ def load_all(folder: str | Path) -> list[dict[str, Any]]:
     Raises:
         StateError: as `load`.
     """
-    return [_read(Path(folder), entry) for entry in _read_manifest(Path(folder))[0]]
+    here, files, _ = _latest(Path(folder))
+    return [_read(_file(here, number), written) for number, written in enumerate(files)]
 
 
 class ResizedState:
@@ -215,13 +193,16 @@ class ResizedState:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         entries = FileSystemReader(self._checkpoint).read_metadata().state_dict_metadata
-        mine = self._wanted(path.split(".") for path in entries)
+        everything = f"{self._key}."
+        # Parts of a sharded model: others may be as large as the model.
+        wanted = tuple(f"{everything}{part}." for part in self._state.parts)
+        if not all(any(path.startswith(part) for path in entries) for part in wanted):
+            wanted = ()  # it was divided otherwise
         room: dict[str, Any] = {}
         for path, entry in entries.items():
-            prefix, *parts = path.split(".")
-            name = parts.pop() if parts else ""  # else a value beside the states
-            if prefix != self._key or not name or (mine and not set(parts[:1]) & set(mine)):
+            if not path.startswith(wanted or everything):
                 continue
+            *parts, name = path.removeprefix(everything).split(".")
             inner = room
             for part in parts:  # slots, and shards with slots of their own
                 inner = inner.setdefault(part, {})
@@ -230,21 +211,8 @@ class ResizedState:
                 value = torch.zeros(entry.size, dtype=entry.properties.dtype, device="cpu")
             inner[name] = value
         if not room:
-            where = f"{self._key}.{mine[0]}" if mine else self._key
-            raise StateError(f"the checkpoint {self._checkpoint} has nothing under {where!r}")
+            raise StateError(f"the checkpoint {self._checkpoint} has nothing under {self._key!r}")
         return room
-
-    def _wanted(self, paths: Iterable[Sequence[str]]) -> Sequence[str]:
-        """The parts of a sharded model that are loaded: this rank's, since others' may be as large
-        as the model; where it was divided otherwise, all of that kind.
-        """
-        held = {path[1] for path in paths if path[0] == self._key and len(path) > 2}
-        wanted: list[str] = []
-        for part in self._state.parts:
-            kind = part.partition("_")[0]
-            others = sorted(each for each in held if each.startswith(f"{kind}_"))
-            wanted += [part] if part in held or not others else others
-        return wanted
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Does what `HookState.load_state_dict` does, with the `on_resize` of this state."""
@@ -254,147 +222,146 @@ class ResizedState:
 # --- how a save goes on ---
 
 
-def _checked_token(record: Record) -> str:
-    token = str(record.get("token"))
-    if not _TOKEN.fullmatch(token):
-        raise ProtocolError(f"rank 0 sent {token[:40]!r} for a token; call save() on every rank")
-    return token
+def _draft(save: Path) -> Path:
+    return save.with_suffix(".json")
 
 
-def _file_name(rank: int, token: str) -> str:
-    return f"rank-{rank}-{token}.pt"
+def _file(save: Path, rank: int) -> Path:
+    return save / f"rank-{rank}.pt"
 
 
-def _write_own(folder: Path, token: str, rank: int, content: Mapping[str, Any]) -> Record:
-    """Writes this rank's file. Returns what the manifest has to say of it, and where it is."""
-    if not isinstance(content, Mapping):
-        raise ConfigError(
-            f"content={short(content)} is a {type(content).__name__}; save a dict, such as "
-            "{'model': model.state_dict(), 'hook': state.state_dict()}"
-        )
-    path = folder / _file_name(rank, token)
+def _make(save: Path) -> None:
+    """Makes the folder of a save, and before it the draft, without which it may be removed."""
+    _draft(save).touch(exist_ok=False)
+    save.mkdir()
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> Record:
+    """Writes this rank's file. Returns what the pointer has to say of it."""
     try:
-        record = write_content(path, dict(content))
+        with _flushed(path, "wb") as file:
+            torch.save(content, file)
+        # Reads only names and shapes.
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return _written(path)
     except FileNotFoundError as error:
-        if not (folder / _DRAFT.format(token)).exists():
-            raise _overtaken(folder) from error
+        raise _gone(path.parent) from error
+    except OSError:
         raise
-    return {**record, "where": f"{socket.gethostname()}:{path.absolute()}"}
+    except Exception as error:
+        raise StateError(
+            "content holds what a checkpoint cannot hold: save tensors, numbers, strings and "
+            "containers of them (.item() and .tolist() make them of NumPy's), or name the type to "
+            "torch.serialization.add_safe_globals() wherever it is saved and loaded; "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
-def _publish(folder: Path, token: str, group: dist.ProcessGroup, written: Sequence[Record]) -> None:
-    """Replaces the manifest, and removes files that it does not name. For rank 0."""
-    _expect_all_seen(folder, token, written)
-    files = [
-        {"name": _file_name(rank, token), "bytes": each["bytes"], "blake2b": each["blake2b"]}
-        for rank, each in enumerate(written)
-    ]
-    ranks = world_ranks(group)
-    manifest = {"format": _FORMAT, "ranks": ranks, "files": files}
+def _written(path: Path) -> Record:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return {"blake2b": digest.hexdigest()}
+
+
+def _complete(save: Path, pointer: Record) -> None:
+    """Makes this save the checkpoint, and removes all others."""
+    folder = save.parent
     try:
-        with durable_file(folder / _MANIFEST, folder / _DRAFT.format(token)) as file:
-            file.write(json.dumps(manifest, indent=1).encode())
+        with _flushed(_draft(save), "r+b") as file:  # not anew, where it was removed
+            file.write(json.dumps(pointer).encode())
+        _draft(save).replace(folder / _POINTER)
     except FileNotFoundError as error:
-        raise _overtaken(folder) from error
-    _remove_unnamed(folder, [path.name for path in folder.iterdir()])
+        raise _gone(save) from error
+    _flush_folder(folder)
+    for path in (*folder.glob(_SAVE), *folder.glob(f"{_SAVE}.json")):
+        _remove_unless_named(path.with_suffix(""))
 
 
-def _expect_all_seen(folder: Path, token: str, written: Sequence[Record]) -> None:
-    """Raises StateError unless all ranks have written to this folder."""
-    deadline, pause = time.monotonic() + _SHARE_SECONDS, 0.001
-    for rank, each in enumerate(written):
-        path = folder / _file_name(rank, token)
-        while (found := _size(path)) != each["bytes"]:
-            if not (folder / _DRAFT.format(token)).exists():
-                raise _overtaken(folder)
-            if time.monotonic() > deadline:
-                raise StateError(
-                    f"the ranks do not share the folder: rank {rank} has written {each['bytes']} "
-                    f"bytes to {each['where']}, and rank 0 finds "
-                    f"{'nothing' if found is None else f'{found} bytes'} at "
-                    f"{socket.gethostname()}:{path.absolute()}; save to a file system that all of "
-                    "them see, under one absolute path"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-            next(folder.iterdir(), None)  # has NFS ask its server again
+def _remove_unless_named(save: Path) -> None:
+    """Removes a save, unless it is the checkpoint. One that is under way fails now.
 
-
-def _size(path: Path) -> int | None:
+    What cannot be removed is only a warning: a complete checkpoint is there.
+    """
     try:
-        return path.stat().st_size
+        _draft(save).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # there is no checkpoint yet
+            # Read only now, when the save cannot complete any more.
+            if save.name.encode() in (save.parent / _POINTER).read_bytes():
+                return
+        shutil.rmtree(save)
     except FileNotFoundError:
-        return None
+        pass  # another rank removes it, too
+    except OSError as error:
+        warn_or_log(f"no longer needed, but still there: {error}")
 
 
-def _overtaken(folder: Path) -> StateError:
+def _gone(save: Path) -> StateError:
     return StateError(
-        f"the draft of this save was removed from {folder}: another save was completed there "
-        "meanwhile, or another rank gave up (see its error); let one thread of one job at a time "
-        "save into a folder"
+        f"{socket.gethostname()}:{save.absolute()} is not there, which rank 0 has made: the ranks "
+        "do not share this folder (save to a file system that all of them see, under one absolute "
+        "path), another save was completed there meanwhile (let one thread of one job at a time "
+        "save into a folder), or another rank gave up (see its error)"
     )
 
 
-def _remove_unnamed(folder: Path, names: Iterable[str]) -> None:
-    """Removes those of the files that belong to saves, but not to the checkpoint. Such saves were
-    killed or have failed; those under way fail now.
+@contextlib.contextmanager
+def _flushed(path: Path, mode: str) -> Iterator[IO[bytes]]:
+    """A file that is on the disk in the end, as is its name. An OSError names it."""
+    try:
+        with path.open(mode) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        _flush_folder(path.parent)
+    except (OSError, RuntimeError) as error:
+        # A full disk is met by write() and fsync(), which do not know the name, and torch.save
+        # replaces what write() has raised.
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- and how it is read ---
+
+
+def _latest(folder: Path) -> tuple[Path, list[Record], list[int]]:
+    """The folder of the checkpoint, what its files are, and who saved them: ranks of the default
+    group.
     """
-    tokens = {name: match[1] for name in names if (match := _OF_A_SAVE.fullmatch(name))}
-    ended = {token for token in set(tokens.values()) if _remove(folder / _DRAFT.format(token))}
     try:
-        named = (folder / _MANIFEST).read_bytes()  # only now, when none of them can replace it
-    except (FileNotFoundError, NotADirectoryError):
-        named = b""
-    except OSError as error:
-        warn_or_log(
-            f"files of earlier checkpoints stay in {folder}, since its manifest is lost: {error}"
-        )
-        return
-    for name, token in tokens.items():
-        if token in ended and name.encode() not in named:
-            _remove(folder / name)
-
-
-def _remove(path: Path) -> bool:
-    """Whether the file is gone. If not only warns: a complete checkpoint is there."""
-    try:
-        path.unlink()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        warn_or_log(f"no longer needed, but still there: {error}")
-        return False
-    return True
-
-
-def _read_manifest(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The files of the ranks that saved: name, bytes and digest; and these in the default group."""
-    path = folder / _MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-        if manifest["format"] != _FORMAT:
-            raise StateError(
-                f"the checkpoint in {folder} has format {manifest['format']!r}, and this gradferry "
-                f"reads format {_FORMAT}; load it with the version that saved it, or a newer one"
-            )
-        files, ranks = list(manifest["files"]), list(manifest["ranks"])
-        if not all(_OF_A_SAVE.fullmatch(file["name"]) for file in files):
-            raise ValueError("it names foreign files")
-        if [*map(type, ranks)] != [int] * len(files):
-            raise ValueError(f"its ranks are {ranks!r:.60}")
+        pointer = json.loads((folder / _POINTER).read_text())
+        if pointer["format"] != _FORMAT:
+            raise ValueError(f"another gradferry saved it, in format {pointer['format']!r:.60}")
+        name, files, ranks = pointer["save"], list(pointer["files"]), list(pointer["ranks"])
+        if not re.fullmatch(_SAVE, name) or [*map(type, ranks)] != [int] * len(files):
+            raise ValueError(f"it names ranks {ranks!r:.60} in {name!r:.60}")
     except FileNotFoundError:
-        raise StateError(f"there is no checkpoint in {folder}: {_MANIFEST} is missing") from None
-    except OSError as error:
-        raise StateError(f"the checkpoint in {folder} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StateError(f"{path} is no manifest of a checkpoint: {error}") from error
-    return files, ranks
+        raise StateError(f"there is no checkpoint in {folder}: {_POINTER} is missing") from None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise StateError(f"{folder / _POINTER} does not point to a checkpoint: {error}") from error
+    return folder / name, files, ranks
 
 
-def _read(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:
-    expected = dict(entry)
-    path = folder / expected.pop("name")
+def _read(path: Path, written: Record) -> dict[str, Any]:
+    """What a file holds. Torch alone would not notice changed bytes."""
     try:
-        return read_content(path, expected)
-    except OSError as error:
-        raise StateError(f"the checkpoint in {folder} lacks {path.name}: {error}") from error
+        if (found := _written(path)) != written:
+            raise ValueError(f"{found} was read, and {written!r:.60} written")
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise StateError(
+            f"{path} is lost, damaged, or holds what this process does not load, since it could "
+            f"run code: {type(error).__name__}: {error}"
+        ) from error
+    return content

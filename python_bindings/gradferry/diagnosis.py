@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry.core.agreement import most_of_ranks
-from gradferry.core.codec_spec import AUTO, parse_codec
+from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import COARSE_BITS
 from gradferry.core.device import agreed_transport
-from gradferry.core.names import closest
 from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.core.nodes import FLAT, exchanges_to_choose_from, found_nodes, option_for
 from gradferry.ddp.attach import attach
@@ -29,7 +27,6 @@ from gradferry.ddp.trial import (
     CODECS,
     COUNTED_STEPS,
     LOSSES,
-    TOLERANCE,
     Candidate,
     Clock,
     Interval,
@@ -38,7 +35,6 @@ from gradferry.ddp.trial import (
     computing_on,
     most_precise,
 )
-from gradferry.diloco import OUTER_SHARE, hiding_period
 from gradferry.errors import ConfigError
 
 __all__ = ["Diagnosis", "Step", "doctor"]
@@ -58,18 +54,11 @@ DEFAULT_HOOKS = (PLAIN, "torch:bf16", *CODECS)
 _NO_SYNC = Candidate("no communication", 0.0, needs_memory=False)
 _BEFORE = 2  # steps: in the first DDP arranges its buckets, and the optimizer makes its state
 
-# Shorter steps of a processor vary by as much as they take: its scheduler gives turns of that size.
-_TOO_SHORT_S = 2e-3
 # A hook keeps up if a step under it takes less than so many times a step without communication.
 _BEHIND = 2.0
-_OUTER_CODEC = "q4"  # DiLoCo's default
-
-BUSY = 0.2  # share of their time that threads wait for a processor
-_THREADS = Path("/proc/self/task")
+_OUTER_SHARE = 0.05  # of the time of training that an outer step may take unnoticed
 
 Progress = Callable[[str], None]
-# By thread: nanoseconds on a processor, and ready to run without one.
-ThreadTimes = Mapping[str, tuple[int, int]]
 _seconds = attrgetter("seconds")
 
 
@@ -114,9 +103,6 @@ class Diagnosis:
         parameters: that DDP reduces.
         elements: of these.
         device: type of the model's device.
-        waited: share of their time that threads of a rank waited for a processor, in steps without
-            communication, after the first two; from `BUSY` on the text calls the
-            machine busy.
         on_one_host: whether all ranks share a host, so that nothing crossed a network between
             hosts.
     """
@@ -128,7 +114,6 @@ class Diagnosis:
     parameters: int
     elements: int
     device: str
-    waited: float = 0.0
     on_one_host: bool = False
 
     def __str__(self) -> str:
@@ -177,7 +162,6 @@ class Diagnosis:
                 "All ranks share one host, so nothing crossed a network between hosts. For yours, "
                 f"run this under torchrun on its machines{link}."
             )
-        doubts += busy_notes(self.waited, "in steps without communication")
         return "\n".join([self.verdict, *doubts, "", *lines, "", *notes])
 
     @staticmethod
@@ -218,11 +202,10 @@ def doctor(
             model's device.
     """
     ddp = distributed_in(ddp)
-    reason = misfit(batch_fn) if callable(batch_fn) else f"{batch_fn!r} cannot be called"
-    if reason is not None:
+    if not callable(batch_fn):
         raise ConfigError(
-            "batch_fn must be a function without arguments that returns this rank's next batch, a "
-            f"tuple for ddp(*batch) or a dict for ddp(**batch), but: {reason}"
+            "batch_fn must be a function that returns this rank's next batch, a tuple for "
+            f"ddp(*batch) or a dict for ddp(**batch), not {batch_fn!r}"
         )
     wanted = require_hooks(DEFAULT_HOOKS if hooks is None else hooks)
     shows = show and ddp.process_group.rank() == 0
@@ -250,16 +233,8 @@ def doctor(
 def require_hooks(hooks: Sequence[str]) -> tuple[str, ...]:
     """The hooks, and `PLAIN`. Raises ConfigError for one that cannot be tried."""
     for hook in hooks:
-        if hook in TORCH_DTYPES:
-            continue
-        if hook == AUTO:
-            raise ConfigError(f"hook {hook!r} chooses among hooks; name those to be compared")
-        if isinstance(hook, str) and hook.startswith("torch:"):
-            raise ConfigError(
-                f"hook {hook!r} is none of {', '.join(TORCH_DTYPES)}"
-                f"{closest(hook, list(TORCH_DTYPES))}; `gradferry bench train` compares others"
-            )
-        parse_codec(hook)
+        if hook not in TORCH_DTYPES:
+            parse_codec(hook)
     return tuple(dict.fromkeys((PLAIN, *hooks)))
 
 
@@ -280,7 +255,7 @@ def examine(
     Raises:
         ConfigError: as for `doctor`.
     """
-    place = _place(ddp)
+    place = next(ddp.parameters()).device
     if ddp.process_group.size() < 2:
         raise ConfigError("doctor needs two ranks at least: a world of one does not communicate")
     on_host = agreed_transport(place, ddp.process_group).on_host
@@ -316,15 +291,14 @@ class _Examination:
         on_one_host = len(nodes.members) == 1
         self.emit("training steps without communication")
         silent = Trial([_NO_SYNC], self._clock, self._slowest)
-        _, share = self._try(silent, _NO_SYNC)
-        (waited,) = self._slowest([share])
+        self._try(silent, _NO_SYNC)
         silent_s = silent.outcomes[0].seconds
         trial = Trial(candidates, self._clock, self._slowest)
         sent: dict[Candidate, int] = {}
         while (candidate := trial.current) is not None:
             again = " again" if candidate in sent else ""
-            self.emit(f"trying {candidate.name}{again}, {len(trial.waiting)} to go")
-            sent[candidate], _ = self._try(trial, candidate)
+            self.emit(f"trying {candidate.name}{again}")
+            sent[candidate] = self._try(trial, candidate)
         plain = plain_of(trial.outcomes)
         steps = tuple(
             Step(
@@ -339,15 +313,6 @@ class _Examination:
             for outcome in sorted(trial.outcomes, key=_seconds)
         )
         verdict = advise(trial.outcomes, silent_s, self._options)
-        fastest = min(trial.outcomes, key=_seconds)
-        if self.place.type == "cpu" and fastest.seconds < _TOO_SHORT_S:
-            verdict = (
-                f"Too short to tell: a step with {fastest.shown} is about as long as a processor's "
-                f"scheduler delays one ({plain.shown}); ask with the "
-                "model and the batch that you train."
-            )
-        elif suits_diloco(self.ddp):
-            verdict = f"{verdict.removesuffix('.')}{advise_diloco(trial.outcomes, silent_s)}."
         if on_one_host:
             verdict = f"On one host, {verdict[:1].lower()}{verdict[1:]}"
         return Diagnosis(
@@ -358,14 +323,11 @@ class _Examination:
             parameters=self._parameters,
             elements=self._elements,
             device=self.place.type,
-            waited=waited,
             on_one_host=on_one_host,
         )
 
-    def _try(self, trial: Trial, candidate: Candidate) -> tuple[int, float]:
-        """Trains a copy under a candidate; returns the bytes that this rank sends per step, and
-        `ProcessorWait.share` in the steps of the trial.
-        """
+    def _try(self, trial: Trial, candidate: Candidate) -> int:
+        """Trains a copy under a candidate; returns the bytes that this rank sends per step."""
         ddp = self.ddp
         model = DistributedDataParallel(
             copy.deepcopy(ddp.module),
@@ -388,15 +350,13 @@ class _Examination:
         with model.no_sync() if candidate is _NO_SYNC else nullcontext():
             for _ in range(_BEFORE):
                 step()
-            wait = ProcessorWait()
             while not trial.step_begins():
                 step()
-        share = wait.share()
         if state is not None:
             stats = state.stats()
-            return stats["wire_bytes"] // max(stats["steps"], 1), share
+            return stats["wire_bytes"] // max(stats["steps"], 1)
         world = self._group.size()
-        return round(candidate.bits / 8 * self._elements * 2 * (world - 1) / world), share
+        return round(candidate.bits / 8 * self._elements * 2 * (world - 1) / world)
 
     def _slowest(self, values: Sequence[float]) -> list[float]:
         return most_of_ranks(values, self._group, self.place)
@@ -420,68 +380,33 @@ def advise(
         options: by exchange, the option `nodes` that asks for it.
     """
     ready = [each for each in outcomes if each.candidate.bits >= COARSE_BITS]
-    plain, fastest = plain_of(outcomes), min(ready, key=_seconds)
-    chosen = most_precise(ready)
-    # Those that may be faster by more than precision is worth: their order is open.
-    level = [each for each in ready if each.over(chosen).low < 1 - TOLERANCE]
-    if level:
-        level.append(chosen)
-        usual = [each for each in level if each.candidate.hook in (PLAIN, _OUTER_CODEC)]
-        chosen = most_precise(usual or level) if plain not in level else plain
-        level.remove(chosen)
-    takes = f"takes {1e3 * chosen.seconds:,.1f} ms per step"
-    silent = f"a step without communication {1e3 * silent_s:,.1f} ms"
-    alike = "".join(
-        f"; {each.candidate.name} is level here, {each.over(chosen).shown('.2f')} times as long"
-        for each in level
+    codecs = [each for each in ready if each.candidate.needs_memory]
+    plain, chosen = plain_of(outcomes), most_precise(ready)
+    if plain.over(chosen).low < 1:  # steps vary so much that it may be no faster
+        chosen = plain
+    figures = (
+        f"takes {1e3 * chosen.seconds:,.1f} ms per step, a step without communication "
+        f"{1e3 * silent_s:,.1f} ms"
     )
     if chosen is plain:
-        codecs = [each for each in ready if each.candidate.needs_memory]
-        verdict = f"Do not compress: {PLAIN} {takes}, {silent}"
+        verdict = f"Do not compress: {PLAIN} {figures}"
         if codecs:
-            verdict += f", and the fastest codec, {min(codecs, key=_seconds).shown}"
-        return f"{verdict}{alike}."
-    verdict = f"Use {chosen.candidate.name}: it {takes}, {PLAIN} {1e3 * plain.seconds:,.1f} ms, "
-    verdict += f"{plain.over(chosen).shown('.2f')} times as long, "
-    verdict += f"{silent}{alike}"
-    option = (options or {}).get(chosen.candidate.exchange or "", FOUND_NODES)
-    if option != FOUND_NODES:
-        verdict += f"; attach with nodes={option!r}"
-    if loss := LOSSES.get(chosen.candidate.hook):
-        verdict += f"; {loss}"
-    if fastest is not chosen and not level:
-        verdict += f"; {fastest.shown} is less precise and less than {TOLERANCE:.0%} faster"
+            verdict += f", the fastest codec, {min(codecs, key=_seconds).shown}"
+    else:
+        verdict = (
+            f"Use {chosen.candidate.name}: it {figures}, {PLAIN} {1e3 * plain.seconds:,.1f} ms, "
+            f"{plain.over(chosen).shown('.2f')} times as long"
+        )
+        option = (options or {}).get(chosen.candidate.exchange or "", FOUND_NODES)
+        if option != FOUND_NODES:
+            verdict += f"; attach with nodes={option!r}"
+    if codecs and min(map(_seconds, ready)) >= _BEHIND * silent_s:
+        # An outer step of DiLoCo takes about as long as a step with its codec.
+        period = math.ceil(min(map(_seconds, codecs)) / silent_s / _OUTER_SHARE)
+        verdict += (
+            f"; none of these keeps up, and gradferry.DiLoCo would, from sync_every={period} on"
+        )
     return f"{verdict}."
-
-
-def advise_diloco(outcomes: Sequence[Outcome], silent_s: float) -> str:
-    """The end of the verdict where no hook keeps up: from which period on DiLoCo would; else "".
-
-    Arguments as for `advise`.
-    """
-    ready = [each for each in outcomes if each.candidate.bits >= COARSE_BITS]
-    codecs = [each for each in outcomes if each.candidate.needs_memory]
-    if min(map(_seconds, ready)) < _BEHIND * silent_s or not codecs:
-        return ""
-    # Where q4 was not tried the most precise codec that is coarser, or else the next finer one.
-    most = parse_codec(_OUTER_CODEC).bits()
-    near = min(codecs, key=lambda o: (o.candidate.bits > most, abs(o.candidate.bits - most)))
-    same = [each for each in codecs if each.candidate.hook == near.candidate.hook]
-    # The whole step, and not what it takes beyond a step without communication: of its messages a
-    # part travels during the backward pass, and nothing computes beside an outer step.
-    outer_s = min(map(_seconds, same))
-    return (
-        f"; none of these keeps up, and gradferry.DiLoCo would: from sync_every="
-        f"{hiding_period(outer_s, silent_s)} on an outer step of {near.candidate.hook} takes at "
-        f"most {OUTER_SHARE:.0%} of a period"
-    )
-
-
-def suits_diloco(ddp: DistributedDataParallel) -> bool:
-    """Whether `DiLoCo` could train the model in place of a hook."""
-    # DiLoCo would average what DDP leaves to each rank.
-    own = set(ddp.parameters_to_ignore)
-    return not any(p.requires_grad and name in own for name, p in ddp.module.named_parameters())
 
 
 def plain_of(outcomes: Sequence[Outcome]) -> Outcome:
@@ -489,25 +414,9 @@ def plain_of(outcomes: Sequence[Outcome]) -> Outcome:
     return next(each for each in outcomes if each.candidate.hook == PLAIN)
 
 
-def _place(ddp: DistributedDataParallel) -> torch.device:
-    """The one device of the model."""
-    places = {name: parameter.device for name, parameter in ddp.named_parameters()}
-    first, place = next(iter(places.items()))
-    for name, other in places.items():
-        if other != place:
-            raise ConfigError(
-                f"parameter {name!r} is on {other}, {first!r} on {place}: move the whole model to "
-                "one device, then wrap it"
-            )
-    return place
-
-
-# --- models and batches of users ------------------------------------------------------------------
-
-
 def batch_loss(name: str, model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss that a user's model returns for a batch. Raises ConfigError, with `name`, when the
-    model cannot be called with the batch, or returns something else.
+    """The loss that a user's model returns for a batch. Raises ConfigError, with `name`, where the
+    batch is no batch, or the model returns something else.
     """
     if not isinstance(batch, (tuple, list, Mapping)):
         kind = "None" if batch is None else f"a {type(batch).__name__}"
@@ -515,19 +424,7 @@ def batch_loss(name: str, model: nn.Module, batch: Any) -> torch.Tensor:
             f"{name}: a batch is {kind}; it must be a tuple or list of the model's "
             "positional arguments, or a dict of its keyword arguments: one tensor alone is (x,)"
         )
-    keywords = batch if isinstance(batch, Mapping) else {}
-    arguments = () if isinstance(batch, Mapping) else batch
-    try:
-        returned = model(*arguments, **keywords)
-    except TypeError as error:
-        called = getattr(model, "module", model).forward
-        mismatch = misfit(called, *arguments, **keywords)
-        if mismatch is None:
-            raise
-        raise ConfigError(
-            f"{name}: the model's forward{inspect.signature(called)} does not take a batch of "
-            f"{_contents(batch)}: {mismatch}"
-        ) from error
+    returned = model(**batch) if isinstance(batch, Mapping) else model(*batch)
     loss = getattr(returned, "loss", returned)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise ConfigError(
@@ -535,70 +432,3 @@ def batch_loss(name: str, model: nn.Module, batch: Any) -> torch.Tensor:
             f"it must return its loss, a tensor of one element, or an object whose .loss is one"
         )
     return loss
-
-
-def misfit(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> str | None:
-    """Why the function cannot be called with these arguments; None if it can, or is unknown."""
-    try:
-        inspect.signature(function).bind(*arguments, **keywords)
-    except TypeError as error:
-        return str(error)
-    except ValueError:  # some functions written in C have no signature
-        return None
-    return None
-
-
-def _contents(batch: Any) -> str:
-    if isinstance(batch, Mapping):
-        return ", ".join(map(str, batch))
-    return f"{len(batch)} value{'s' * (len(batch) != 1)}"
-
-
-# --- whether processors were busy with something else ---------------------------------------------
-
-
-def busy_notes(waited: float, when: str) -> list[str]:
-    """A sentence for people where threads waited for `BUSY` of their time or more; else none.
-
-    when: what they did meanwhile, as in "in steps without communication".
-    """
-    if waited < BUSY:
-        return []
-    return [
-        f"This machine is busy: {when}, threads spent {waited:.0%} of their time waiting for a "
-        "CPU. All times are longer for it, some more than others: measure again when it is idle, "
-        "or with fewer threads per rank."
-    ]
-
-
-def thread_times() -> ThreadTimes:
-    """Those of this process; nothing where the system does not say."""
-    try:
-        threads = list(_THREADS.iterdir())
-    except OSError:  # another system
-        return {}
-    times = {}
-    for thread in threads:
-        try:
-            on_processor, waiting, *_ = (thread / "schedstat").read_text().split()
-        except (OSError, ValueError):  # the thread has ended, or the kernel does not count
-            continue
-        times[thread.name] = int(on_processor), int(waiting)
-    return times
-
-
-class ProcessorWait:
-    """How much of their time the threads of this process wait for a processor, from now on."""
-
-    def __init__(self, read: Callable[[], ThreadTimes] = thread_times) -> None:
-        self._read = read
-        self._before = read()
-
-    def share(self) -> float:
-        """0: they run whenever they can; near 1: others have the processors."""
-        ran = waited = 0
-        for thread, (on_processor, waiting) in self._read().items():
-            before = self._before.get(thread, (0, 0))
-            ran += on_processor - before[0]
-            waited += waiting - before[1]
-        return waited / (ran + waited) if waited else 0.0

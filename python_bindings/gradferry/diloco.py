@@ -5,10 +5,8 @@ Where a rank can be in this protocol, and how it gets from one place to another,
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from enum import Enum
 from functools import partial
 from traceback import walk_stack
-from typing import Any, NamedTuple, NoReturn, TypedDict, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -29,22 +27,22 @@ from gradferry.averaging.global_parameters import (
     checked_optimizers,
     checked_period,
     described,
-    expect_saved,
     nesterov,
     refuse_average_of_every_step,
 )
+from gradferry.averaging.saved_state import signed
 from gradferry.averaging.start import usable_group
 from gradferry.averaging.step_numbers import Stats, call_after_steps
 from gradferry.core.agreement import (
     Record,
-    error_record,
+    content_of,
     gather_records,
     odd_one,
     on_all_ranks,
-    raise_first_error,
     raise_first_mismatch,
     record_hash,
     rendezvous_place,
+    value_on_all_ranks,
 )
 from gradferry.core.config import CHUNK_BYTES
 from gradferry.core.device import CPU
@@ -66,11 +64,10 @@ __all__ = ["DiLoCo"]
 # What makes no sense of pseudo-gradients: the outer optimizer has the momentum, and they are in no
 # units of a loss scale.
 REFUSED = ("momentum", "warmup_steps", "warmup", "grad_scaler", "nonfinite", "check_every")
-OUTER_SHARE = 0.05  # of the time of training that an outer step may take unnoticed
 _FORMAT = 1
-_FROZEN = "frozen parameters (freeze the same on every rank)"
+# Where a rank alone has loaded parameters, which other ranks have as their global ones.
+_STATES = "parameters with an outer momentum (load the same on every rank)"
 _MOST_ALONE = 100  # steps of one of several optimizers, such as that of a critic
-Answer = TypeVar("Answer")
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _counted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have a DiLoCo
 
@@ -81,30 +78,26 @@ class Place(Enum):
     NEW = "it has nothing that others need"
     TRAINING = "all outer steps that have begun are over"
     AVERAGING = "all ranks take an outer step"
-    HOLDING = "it has the average, and does not know whether all have"
-    BEHIND = "an outer step failed before the average was here: to be taken again"
-    AHEAD = "an outer step failed with the average here: others may have applied it"
-    APART = "it has no group to average in"
+    BEHIND = "an outer step failed: to be taken again, unless others have ended it"
     BROKEN = "it has applied an average in part: to take what others have"
+    APART = "it has no group to average in"
     ENDED = "it counts no steps"
 
 
 _NEXT = {
     (Place.TRAINING, "all agree"): Place.AVERAGING,
-    (Place.AVERAGING, "averaged"): Place.HOLDING,
-    (Place.HOLDING, "applied"): Place.TRAINING,
+    (Place.AVERAGING, "applied"): Place.TRAINING,
     # What interrupts an outer step, on this rank or another:
     (Place.TRAINING, "failed"): Place.BEHIND,
     (Place.AVERAGING, "failed"): Place.BEHIND,
-    (Place.HOLDING, "failed"): Place.AHEAD,
+    **{(place, "applied in part"): Place.BROKEN for place in Place},
     # In rejoin(), or where finish() has lost the others with nothing left:
     (Place.TRAINING, "left"): Place.APART,
-    (Place.AHEAD, "applied"): Place.APART,
-    **{(place, "applied in part"): Place.BROKEN for place in Place},
+    **{(place, "has what others have"): Place.APART for place in Place},
     **{(place, "joined"): Place.TRAINING for place in Place},
     **{(place, "ended"): Place.ENDED for place in Place},
 }
-_NEEDS_REJOIN = (Place.BEHIND, Place.AHEAD, Place.APART, Place.BROKEN)
+_NEEDS_REJOIN = (Place.BEHIND, Place.BROKEN, Place.APART)
 
 
 class ReducerOfChanges(Reducer):
@@ -119,17 +112,6 @@ class ReducerOfChanges(Reducer):
         """The state, in the memory of `spare`, one that nobody needs."""
         spare, self.spare = self.spare, None
         return self._saved(spare)
-
-    def fade(self, before: Mapping[str, Any], decay: float) -> None:
-        """Multiplies the worker residual of this rank, which has this state, by `decay`; with 0 the
-        owner residual becomes zero, too.
-        """
-        slot = f"slot_{self.rank}"
-        residuals = before.get(slot, {})  # without error feedback there are none
-        if decay != 1.0 and residuals:
-            kinds = ("worker",) if decay else ("worker", "owner")
-            faded = {key: residuals[key] * decay for key in kinds if key in residuals}
-            self.load_state_dict({**before, slot: {**residuals, **faded}})
 
 
 class _OuterReducer(ReducerOfChanges):
@@ -169,13 +151,15 @@ class DiLoCo:
     An outer step sends the pseudo-gradients, *global - local*, through a `Reducer` with error
     feedback at both ends; then the outer optimizer steps on the global parameters, which are equal
     on all ranks to the bit, and the model begins the next period with them. Ranks that begin with
-    other parameters than rank 0, frozen or not, get those of rank 0. Buffers, such as those of
-    BatchNorm, stay each rank's own. The optimizer keeps a DiLoCo until `finish` or `close`.
+    other parameters than rank 0 get those of rank 0; frozen ones must be the same. Buffers, such as
+    those of BatchNorm, stay each rank's own. The optimizer keeps a DiLoCo until `finish` or
+    `close`.
 
-    Parameters that all ranks load between two steps, with the same bits, become the global ones;
-    the outer momentum and the residuals begin anew. What changes them otherwise is refused, unless
-    `accept_local` is called. Copies of parameters in the state of an optimizer, such as fp32 master
-    weights, move with the outer step. A parameter that is frozen later stays where it is.
+    Whatever changes the model within a period is part of the pseudo-gradient, and a parameter that
+    is frozen later still moves with the outer momentum. Before the first step of a period, what all
+    ranks have loaded alike becomes the global parameters; the outer momentum and the residuals
+    begin anew. Copies of parameters in the state of an optimizer, such as fp32 master weights, move
+    with the outer step.
 
     The global parameters and the outer momentum are in fp32 (fp64 for a model in fp64), also of a
     model in bf16, and with residuals and messages on `device`: on the host they take nothing from a
@@ -189,8 +173,8 @@ class DiLoCo:
         codec: as for `Reducer`; ``"off"`` averages in fp32 by the backend's own all-reduce.
         outer: makes an optimizer of the list of global parameters. None: SGD with rate 0.7 and
             Nesterov momentum 0.9.
-        residual_decay: above 0, at most 1: by which this rank's worker residual is multiplied
-            before an outer step. Below 1 what was withheld fades instead of waiting for its turn.
+        residual_decay: above 0, at most 1: by which residuals are multiplied before an outer step.
+            Below 1 what was withheld fades instead of waiting for its turn.
         device: of global parameters, residuals and messages: ``"cpu"``, or the model's. The group
             needs a backend for it.
         group: of the ranks that average; the default group if None. Where several ranks are one
@@ -208,12 +192,12 @@ class DiLoCo:
     An optimizer's ``step()`` raises what an outer step meets:
 
     - StateError: a pseudo-gradient is NaN or infinite, named with its rank on all ranks; parameters
-      of the model were replaced, added, removed, converted, or changed by something other than an
-      optimizer; or an optimizer that was not given has stepped. No rank has changed anything.
+      of the model were replaced, added, removed or unfrozen; or an optimizer that was not given has
+      stepped. No rank has changed anything.
     - PeerError, ProtocolError: a rank was lost. The ranks that are left have changed nothing, or
       have all that they need to end the step: see `rejoin`.
-    - RankMismatchError: ranks are at different outer steps, or have frozen other parameters.
-    - DivergedError: the global parameters differ.
+    - RankMismatchError: ranks are at different outer steps.
+    - DivergedError: the global parameters differ, or what ranks have loaded.
     """
 
     def __init__(
@@ -237,12 +221,8 @@ class DiLoCo:
         self._place, self._why = Place.NEW, ""  # why this rank needs rejoin()
         self._steps = self._outer_steps = 0
         self._stepped: Counter[int] = Counter()  # steps of optimizers, in this inner step
-        # What all ranks have drawn for the outer step that has begun, and for the last that was
-        # applied here: two steps of one number, in other groups, may be others.
-        self._drawn = self._last = ""
-        self._absent: Sequence[str] = ()  # parameters without a pseudo-gradient in this outer step
-        # The state of the Reducer before an outer step that is not over, and, of a step whose
-        # average is here, after it.
+        # The state of the Reducer before an outer step that is not over, and, where its average is
+        # here, after it.
         self._before: dict[str, Any] | None = None
         self._after: dict[str, Any] | None = None
         self._outer_ms = self._period_ms = 0.0
@@ -269,7 +249,9 @@ class DiLoCo:
         self._handles = [each.register_step_pre_hook(before) for each in self._optimizers]
         self._handles += [each.register_step_post_hook(after) for each in self._optimizers]
         self._handles.append(
-            call_after_steps(partial(_expect_known, weakref.ref(self)), owner=self)
+            call_after_steps(
+                partial(GlobalParameters.expect_known, weakref.proxy(self._global)), owner=self
+            )
         )
 
     # --- inner steps ---
@@ -279,7 +261,19 @@ class DiLoCo:
             return
         self._expect_local("step an optimizer")
         self._expect_together(PeerError)  # nobody trains on alone unseen
-        self._global.look()
+        self._begin_period()
+
+    def _begin_period(self) -> None:
+        """Where it begins, the global parameters are those that the model has been given."""
+        is_under_way = self._global.since or self._stepped
+        if not is_under_way and self._global.begin_with_model() and self._outer_steps:
+            self._reducer.scale_residuals(0.0)
+            warn_or_log(
+                f"the model's parameters were changed after outer step {self._outer_steps}: they "
+                "become the global ones, and the outer momentum and the residuals begin anew; "
+                "where weights are clipped or normalized, do it in a step hook of the optimizer "
+                "that was registered before DiLoCo was made"
+            )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if _is_inner_call(optimizer):
@@ -287,7 +281,6 @@ class DiLoCo:
         found = getattr(optimizer, "found_inf", None)  # GradScaler has fused optimizers skip a step
         if isinstance(found, torch.Tensor) and found.item():
             return
-        self._global.mark()
         self._stepped[id(optimizer)] += 1
         if len(self._stepped) == len(self._optimizers):
             self._end_inner_step()
@@ -317,7 +310,7 @@ class DiLoCo:
         """Whether one was taken: none is where all ranks finish, and nothing is left."""
         begin = time.monotonic()
         try:
-            group = self._group()
+            group = self._reducer._running.group
             # An error of a rank is raised on all of them here, before anything was sent.
             if not self._tell_shards(lambda: self._all_take_it(finishes, group)):
                 return False
@@ -333,69 +326,47 @@ class DiLoCo:
         self._last_end = end
         return True
 
-    def _group(self) -> dist.ProcessGroup:
-        try:
-            return self._reducer._running.group
-        except StateError as error:  # it was destroyed
-            raise PeerError(str(error)) from error
-
     def _go(self, event: str) -> None:
         self._place = _NEXT[self._place, event]
 
-    def _tell_shards(self, act: Callable[[], Answer]) -> Answer:
+    def _tell_shards(self, act: Callable[[], bool | None]) -> bool | None:
         """Does what the ranks with one shard do together. Under FSDP2 each shard has such a group:
         ranks of one model tell each other what was raised there, so that none of them goes on with
         its shard. Collective.
         """
-        problem: GradferryError | None = None
-        try:
-            answer = act()
-        except GradferryError as error:
-            problem = error
         for beside, device in self._global.shard_groups():
-            try:
-                record = {} if problem is None else error_record(problem)
-                raise_first_error(gather_records(record, beside, device), beside)
-            except GradferryError as error:
-                problem = problem or error
-        if problem is not None:
-            raise problem
-        return answer
+            act = partial(value_on_all_ranks, act, beside, device)
+        return act()
 
     def _measured(self, finishes: bool) -> Record:
         self._global.measure()
-        loaded = self._global.loaded
         return {
             "outer_steps": self._outer_steps,
             "outer optimizer": described(self._global.outer),
+            _STATES: len(self._global.outer.state),
             "global parameters": record_hash(self._global.hashes()),
-            _FROZEN: self._global.frozen(),
-            "moved": self._global.moved(),
-            "loaded": loaded and loaded.record(),
-            "drawn": uuid.uuid4().hex,
-            "has more": not finishes or bool(self._global.since or loaded or self._global.apart()),
+            "has more": not finishes or self._global.since > 0,
         }
 
     def _all_take_it(self, finishes: bool, group: dist.ProcessGroup) -> bool:
         """Compares what ranks have measured."""
         device = self._global.device
         records = on_all_ranks(lambda: self._measured(finishes), group, device)
-        fields = ("outer_steps", "outer optimizer", _FROZEN)
-        raise_first_mismatch([{key: r.get(key) for key in fields} for r in records], group)
+
+        def compare(*fields: str) -> None:
+            raise_first_mismatch([{key: r.get(key) for key in fields} for r in records], group)
+
+        compare("outer_steps", "outer optimizer")
         if len({record["global parameters"] for record in records}) > 1:
-            each = gather_records({"hashes": self._global.hashes()}, group, device)
-            self._expect_equal([r["hashes"] for r in each], group, self._outer_steps)
-        _expect_loaded_alike([record["loaded"] for record in records], group)
-        moved = {name for record in records for name in record["moved"]}
-        self._absent = [name for name in records[0][_FROZEN] if name not in moved]
-        self._drawn = str(record_hash([record["drawn"] for record in records]))
+            self._name_odd_one(group)
+        compare(_STATES)
         return any(record["has more"] for record in records)
 
     def _average(self, group: dist.ProcessGroup) -> None:
         """Averages the pseudo-gradients, and hears that all ranks have the average."""
-        assert self._before is not None
         try:
-            self._reducer.fade(self._before, 0.0 if self._global.loaded else self._decay)
+            if self._decay != 1.0:
+                self._reducer.scale_residuals(self._decay)
             self._reducer.all_reduce(self._global.changes)
             settle(self._reducer)
         except GradferryError as error:
@@ -403,22 +374,24 @@ class DiLoCo:
             if isinstance(error, StateError):  # without an engine that of a backend has no kind
                 raise PeerError(str(error)) from error
             raise
-        self._go("averaged")
         # A rank that hears from all others knows that each of them holds the average: all can
         # end this step, whatever happens now. A rank that does not hear asks in rejoin().
-        on_all_ranks(dict, group, self._global.device)
+        try:
+            on_all_ranks(dict, group, self._global.device)
+        except BaseException:
+            self._after = withheld_by(self._reducer)
+            raise
 
     def _apply(self) -> None:
         """Ends the outer step with the average."""
         try:
-            self._global.apply(self._absent)
-            self._outer_steps, self._last = self._outer_steps + 1, self._drawn
+            self._global.apply()
+            self._outer_steps += 1
             self._reducer.spare, self._before = self._before, None
             self._go("applied")
         except BaseException as error:
+            self._after = withheld_by(self._reducer)
             self._go("applied in part")
-            self._last = "applied in part"
-            self._before = self._after or withheld_by(self._reducer)
             self._why = f"the outer optimizer failed: {type(error).__name__}: {error}"
             if isinstance(error, Exception):
                 self._raise_apart(StateError, error)
@@ -437,8 +410,6 @@ class DiLoCo:
                 say_failed(each)
         if self._place is Place.BROKEN:
             return
-        if self._place is Place.HOLDING:
-            self._after = withheld_by(self._reducer)
         is_over = self._place is Place.TRAINING and not self._global.since
         why = str(error) if is_loss else f"{type(error).__name__}: {error}"
         self._leave("left" if is_over else "failed", why)
@@ -476,18 +447,17 @@ class DiLoCo:
         with the `DiLoCo` that a newcomer makes.
 
         An outer step that failed ends here, for all ranks: where one of them has it behind it, the
-        others have the average and apply it; else all take it again, with the pseudo-gradients that
-        they had. Newcomers get the global parameters and the outer momentum, and take part without
-        a pseudo-gradient. In the flat exchange ranks keep their residuals, as ``on_resize="fold"``
-        says; those of ranks that are gone are lost. With two levels they are dropped, with a
-        warning.
+        others get what that has; else all take it again, with the pseudo-gradients that they had.
+        Newcomers get the global parameters and the outer momentum, and take part without a
+        pseudo-gradient. So do ranks that have taken fewer outer steps than others, or that have
+        other global parameters than most; they are warned. In the flat exchange ranks keep their
+        residuals, as ``on_resize="fold"`` says; those of ranks that are gone are lost. With two
+        levels they are dropped, with a warning.
 
         Args:
             group: of the ranks that are left, and of those that come; the default group if None.
 
         Raises:
-            DivergedError: ranks that have taken the same outer steps have other parameters. Where
-                they have taken others, most of them stay, and the rest is warned.
             ConfigError, RankMismatchError, PeerError, StateError: as `DiLoCo`; or it is the process
                 group in which an outer step has failed. Then call it again, with another group.
         """
@@ -500,7 +470,6 @@ class DiLoCo:
                 "a collective of the failed outer step may still be under way in this process "
                 "group; make another one of the ranks that are left"
             )
-        self._global.look()
         self._join(members, None)
 
     @torch.inference_mode(False)
@@ -538,69 +507,62 @@ class DiLoCo:
         raise_first_mismatch(records, members)
         pasts, me = [_Past(*each) for each in received], members.rank()
         source = min(range(len(pasts)), key=lambda rank: (*_rank_of(pasts[rank], pasts), rank))
-        theirs, mine = pasts[source], pasts[me]
-        hashes = [p.hashes if p.is_at(theirs) else theirs.hashes for p in pasts]
-        self._expect_equal(hashes, members, theirs.outer_steps)
-        holds, applies = mine.holds == theirs.last != "", mine.applies(theirs)
-        if any(p.applies(theirs) for p in pasts):
-            on_all_ranks(lambda: self._apply() if applies else None, members, device)
-        if applies:
-            self._before = self._after
+        theirs, takes = pasts[source], pasts[me].takes(pasts[source])
         named = list(zip(self._global.names, self._global.tensors, strict=True))
         self._reducer = _OuterReducer(
             named, self._codec, members, bucket_cap_mb=self._bucket_cap_mb, **self._options
         )
         self._members = weakref.ref(members)  # a gloo group must not outlive its destruction
-        frozen = len({past.frozen for past in pasts}) > 1
-        anybody, takes = any(p.takes(theirs) for p in pasts), mine.takes(theirs)
-        self._global.hand_on(source, members, anybody=anybody, me=takes, frozen=frozen)
-        is_new = self._place is Place.NEW
-        if takes:
-            self._global.go_on_from_here()
-            if not is_new and not holds:
+        handed: Any = None
+        if any(p.takes(theirs) for p in pasts):
+            mine = self._global.saved() if me == source else None
+            handed = content_of(mine, source, members, device)
+
+        def go_on() -> None:
+            if takes:
+                self._global.load(handed)
+                self._global.go_on_from_here()
+            is_new = self._place is Place.NEW
+            if takes and self._after and self._outer_steps + 1 == theirs.outer_steps:
+                self._before = self._after  # their last step is that of which it has the average
+            elif takes and not is_new:
+                self._before = None
                 warn_or_log(
                     f"this rank has taken {self._outer_steps} outer steps, and others "
-                    f"{theirs.outer_steps} without it: what it has learnt alone since then, and "
-                    "its residuals, are dropped"
+                    f"{theirs.outer_steps} without it, or with other parameters: what it has "
+                    "learnt since then, and its residuals, are dropped"
                 )
-        if takes or is_new:
-            self._outer_steps, self._last = theirs.step
-            if not holds:
-                self._steps, self._global.since = theirs.inner_steps, theirs.since
-                self._before = None
-        on_all_ranks(
-            lambda: take_up(self._reducer, self._before, self._outer_steps), members, device
-        )
-        failed = (Place.BEHIND.name, Place.AHEAD.name)
-        return any(p.place in failed and p.step == theirs.step for p in pasts)
+            if takes or is_new:
+                self._go("has what others have")
+                self._outer_steps, self._steps = theirs.outer_steps, theirs.inner_steps
+                self._global.since = theirs.since
+            take_up(self._reducer, self._before, self._outer_steps)
 
-    def _expect_equal(
-        self, hashes: Sequence[Sequence[int]], group: dist.ProcessGroup, step: int
-    ) -> None:
-        """Compares the hashes of global parameters of all ranks of a group. Raises DivergedError,
-        naming the first parameter and rank that differ from most others.
+        on_all_ranks(go_on, members, device)
+        return any(p.place == Place.BEHIND.name and not p.takes(theirs) for p in pasts)
+
+    def _name_odd_one(self, group: dist.ProcessGroup) -> None:
+        """Raises DivergedError, naming the first global parameter and rank that differ from most
+        others. Collective.
         """
-        if (found := odd_one(hashes)) is None:
-            return
-        odd, usual = found
-        names = self._global.names
-        rows = zip(names, hashes[usual], hashes[odd], strict=False)
+        records = gather_records({"hashes": self._global.hashes()}, group, self._global.device)
+        hashes, names = [record["hashes"] for record in records], self._global.names
+        odd, usual = odd_one(hashes) or (0, 0)
+        rows = zip(names, hashes[usual], hashes[odd], strict=True)
         name = next((name for name, one, other in rows if one != other), names[0])
         ranks = world_ranks(group)
         raise DivergedError(
             f"the global parameter {name!r} of rank {ranks[odd]} differs from that of rank "
-            f"{ranks[usual]} at outer step {step}; load the same checkpoint on every rank"
+            f"{ranks[usual]} at outer step {self._outer_steps}; load the same checkpoint, with "
+            "DiLoCo's state, on every rank, or make a new DiLoCo there; a model that is loaded or "
+            "changed before the first step of a period must be on all ranks, and alike"
         )
 
     def _past(self) -> _Past:
-        holds = self._place in (Place.AHEAD, Place.BROKEN)
         return _Past(
             self._place.name,
             self._outer_steps,
-            self._last,
-            self._drawn if holds else "",
             self._global.hashes(),
-            record_hash(self._global.frozen_hashes()),
             self._steps,
             self._global.since,
         )
@@ -618,7 +580,7 @@ class DiLoCo:
         """
         self._expect_local("finish")
         self._expect_together(PeerError)
-        self._global.look()
+        self._begin_period()
         if self._stepped:  # some of the optimizers
             self._end_inner_step()
         while self._outer_step(finishes=True):
@@ -644,14 +606,6 @@ class DiLoCo:
                 "leave it first"
             )
 
-    def accept_local(self) -> None:
-        """What the model has now is what this rank has trained, whatever has put it there: weights
-        that are clipped or normalized between steps, for example. Call it after each such change.
-        Not collective.
-        """
-        self._expect_local("accept parameters")
-        self._global.accept()
-
     def global_parameters(self) -> AbstractContextManager[None]:
         """The model has the global parameters, which are equal on all ranks, within the ``with``:
         for evaluation, or to save what others will use. Not collective; no optimizer may step.
@@ -667,21 +621,21 @@ class DiLoCo:
 
         Returns:
             A dict of tensors on `device`, numbers and strings: counts of steps, the global
-            parameters by name, hashes of the model's, the state of the outer optimizer, and
-            ``reducer``, which with the hashes alone differs between ranks. After a failed outer
-            step, those of before it.
+            parameters by name, the state of the outer optimizer, and ``reducer``, which alone
+            differs between ranks. After a failed outer step, those of before it.
         """
         return {
             "format": _FORMAT,
             "inner_steps": self._steps,
             "outer_steps": self._outer_steps,
             **self._global.saved(),
-            "reducer": self._before or self._reducer.state_dict(),
+            "reducer": signed(self._before) if self._before else self._reducer.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
         """Restores what `state_dict` returned on this rank. Load model and optimizer, too, before
-        or after it. Call it on every rank; the next outer step compares what they have loaded.
+        or after it: in the middle of a period nothing tells that the model is missing. Call it on
+        every rank; the next outer step compares what they have loaded.
 
         Args:
             state_dict: what this rank saved. With fewer ranks than saved, each loads one of these;
@@ -696,17 +650,23 @@ class DiLoCo:
         """
         self._expect_local("load a state")
         self._expect_together(StateError)
-        expect_saved(
-            isinstance(state_dict, Mapping) and state_dict.get("format") == _FORMAT,
-            f"is none of DiLoCo in format {_FORMAT}",
-        )
-        counts = {key: state_dict.get(key) for key in ("inner_steps", "outer_steps", "since")}
-        are_counts = all(type(count) is int and count >= 0 for count in counts.values())
-        expect_saved(are_counts, f"counts {counts}")
-        residuals = state_dict.get("reducer", {})
-        self._global.load(state_dict, lambda: self._reducer.load_state_dict(residuals, on_resize))
-        self._steps, self._outer_steps = state_dict["inner_steps"], state_dict["outer_steps"]
-        self._last = ""  # ranks that load a checkpoint are one
+        try:
+            counts = [state_dict[key] for key in ("format", "inner_steps", "outer_steps", "since")]
+            if counts[0] != _FORMAT or any(type(count) is not int for count in counts):
+                raise ValueError(f"its format and counts are {counts}")
+            residuals = state_dict["reducer"]
+            self._global.load(
+                state_dict, lambda: self._reducer.load_state_dict(residuals, on_resize)
+            )
+        except GradferryError:
+            raise
+        except Exception as error:
+            raise StateError(
+                f"the saved state cannot be loaded: {type(error).__name__}: {error}; it was "
+                "damaged, or saved with another model or other arguments: load what "
+                "diloco.state_dict() returned where these are the same"
+            ) from error
+        _, self._steps, self._outer_steps, _ = counts
         self._stepped.clear()
 
     def stats(self) -> DiLoCoStats:
@@ -719,21 +679,13 @@ class DiLoCo:
             "reducer": self._reducer.stats(),
         }
 
-    def _advice(self) -> str:
-        """The shortest period of which the last outer step is a small part, if that is longer."""
-        inner_ms = self._period_ms / self._sync_every
-        enough = hiding_period(self._outer_ms, inner_ms) if inner_ms else 0
-        if self._place is Place.ENDED or enough <= self._sync_every:  # finish() ends a shorter one
-            return ""
-        return f"; with sync_every={enough} it would be {OUTER_SHARE:.0%} of that"
-
     def __str__(self) -> str:
         elements = sum(each.numel() for each in self._global.tensors)
         last = ""
         if self._outer_ms:
             last = (
                 f"  the last outer step took {self._outer_ms:.0f} ms, after "
-                f"{self._period_ms:.0f} ms of training{self._advice()}\n"
+                f"{self._period_ms:.0f} ms of training\n"
             )
         return (
             f"gradferry DiLoCo: {elements:,} elements, an outer step every {self._sync_every} "
@@ -754,11 +706,6 @@ def _is_inner_call(optimizer: torch.optim.Optimizer) -> bool:
     return sum(f.f_code is _STEP and f.f_locals.get("self") is optimizer for f in frames) > 1
 
 
-def _expect_known(diloco: weakref.ref[DiLoCo], optimizer: torch.optim.Optimizer) -> None:
-    if (mine := diloco()) is not None:
-        mine._global.expect_known(optimizer)
-
-
 # --- what other ranks have sent -------------------------------------------------------------------
 
 
@@ -767,59 +714,21 @@ class _Past(NamedTuple):
 
     place: str
     outer_steps: int
-    last: str  # what was drawn for the last of them
-    holds: str  # what was drawn for the step whose average is here
     hashes: list[int]  # of the global parameters
-    frozen: int  # hash of parameters that are no part of them
     inner_steps: int
     since: int
 
-    @property
-    def step(self) -> tuple[int, str]:
-        return self.outer_steps, self.last
-
-    def is_at(self, theirs: _Past) -> bool:
-        """Whether it must have the global parameters of another rank."""
-        return self.step == theirs.step and self.place != Place.NEW.name
-
-    def applies(self, theirs: _Past) -> bool:
-        """Whether it has the average of the very step that another rank has applied."""
-        return self.place == Place.AHEAD.name and self.holds == theirs.last != ""
-
     def takes(self, theirs: _Past) -> bool:
         """Whether it lacks what another rank has."""
-        same = (self.step, self.hashes) == (theirs.step, theirs.hashes)
-        return not same and not self.applies(theirs)
+        is_there = (self.outer_steps, self.hashes) == (theirs.outer_steps, theirs.hashes)
+        return not is_there or self.place == Place.BROKEN.name
 
 
 def _rank_of(past: _Past, pasts: Sequence[_Past]) -> tuple[int, ...]:
     """The least is what the others follow: most outer steps, and of these the most together."""
-    last_choice = {Place.BROKEN.name: 1, Place.NEW.name: 2}
-    many = sum(each.step == past.step and each.place not in last_choice for each in pasts)
-    return -past.outer_steps, last_choice.get(past.place, 0), -many
-
-
-def _expect_loaded_alike(loaded: Sequence[Any], group: dist.ProcessGroup) -> None:
-    """All ranks have loaded the same parameters, or none any. Raises StateError on all."""
-    whose = [(rank, one) for rank, one in zip(world_ranks(group), loaded, strict=True) if one]
-    if whose and (len(whose) < len(loaded) or len({one[2] for _, one in whose}) > 1):
-        rank, (name, since, _) = whose[0]
-        raise StateError(
-            f"rank {rank}: {name!r} was changed by something other than an optimizer, after inner "
-            f"step {since} of this period, and not to the same value on all ranks; load the same "
-            "parameters on every rank before its next step, or call diloco.accept_local() after a "
-            "change that belongs to this rank's training, such as clipped weights"
-        )
-
-
-def hiding_period(outer_s: float, inner_s: float) -> int:
-    """The fewest inner steps of a period of which an outer step is `OUTER_SHARE` at most.
-
-    Args:
-        outer_s: duration of an outer step.
-        inner_s: of an inner step, in the same unit; above 0.
-    """
-    return math.ceil(outer_s / inner_s / OUTER_SHARE)
+    last_choice = (Place.NEW.name, Place.BROKEN.name)
+    together = [p for p in pasts if not p.takes(past) and p.place not in last_choice]
+    return -past.outer_steps, past.place in last_choice, -len(together)
 
 
 # --- averages of changes, by a Reducer ----------------------------------------------------------
@@ -871,7 +780,7 @@ def take_up(reducer: Reducer, withheld: Mapping[str, Any] | None, outer_steps: i
         return
     state = {**(withheld or reducer.state_dict()), "steps": outer_steps}
     try:
-        reducer.load_state_dict(state, on_resize="fold")
+        reducer._resume(state, on_resize="fold")
     except StateError as error:
         warn_or_log(f"what this rank has withheld is dropped: {error}")
-        reducer.load_state_dict(state, on_resize="drop")
+        reducer._resume(state, on_resize="drop")

@@ -53,11 +53,9 @@ def momentum_mode(optimizer: OptimizerT, state: Averaging) -> OptimizerT:
     hook, after the model was wrapped and attached again: a hook without momentum ends momentum
     mode. Until then the first step behind that hook warns.
 
-    Why the factor: what arrives is the average m * average + (1 - m) * gradient, whose mean is the
-    gradient's and whose noise has (1 - m) / (1 + m) of its variance. Adam divides by the root of
-    that, so that without the factor it would go that much too far. With it parameters drift and
-    scatter, where noise prevails, as at the rate that was tuned; where signal prevails steps are
-    shorter, by that factor at most.
+    docs/design/decisions.md derives the factor. With it parameters drift and scatter, where noise
+    prevails, as at the rate that was tuned; where signal prevails steps are shorter, by that factor
+    at most.
 
     Why it bears coarse compression: an average changes slowly, so the parts that error feedback
     delivers late are still right when they arrive (1-bit Adam: Tang et al. 2021;

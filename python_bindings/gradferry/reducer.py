@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import threading
-import warnings
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NoReturn, Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import Optimizer
 from typing_extensions import Unpack
 
 from gradferry import _native
@@ -23,12 +20,12 @@ from gradferry.averaging.description import describe
 from gradferry.averaging.handle import Averaging
 from gradferry.averaging.running import Running, propose
 from gradferry.averaging.start import start, usable_group
-from gradferry.averaging.step_numbers import Stats, call_after_steps
+from gradferry.averaging.step_numbers import Stats
 from gradferry.core.config import CHUNK_BYTES, Config, make_config, mebibytes
 from gradferry.core.device import CPU
 from gradferry.core.options import Options, takes_options
 from gradferry.core.parameters import ParameterLayout
-from gradferry.core.values import short
+from gradferry.core.values import shown
 from gradferry.errors import ConfigError, GradferryError, StateError
 
 __all__ = ["Reducer", "Work"]
@@ -36,10 +33,6 @@ __all__ = ["Reducer", "Work"]
 BUCKET_CAP_MB = _native.BUCKET_CAP_MB
 Tensors = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 Bucket = tuple[tuple[int, ...], torch.Tensor]  # indices of tensors; their elements, flat and real
-_NOT_WAITED_FOR = (
-    "the last all_reduce(async_op=True) was not waited for: call its work.wait() before the next "
-    "one"
-)
 
 
 @takes_options()
@@ -55,8 +48,8 @@ class Reducer(Averaging):
     >>> optimizer.step()
 
     A step is a call of `all_reduce`. With ``momentum`` tensors receive the momentum of what is
-    passed. ``check_every`` compares the registered tensors, which must be parameters; a step of
-    others that replaced them is an error.
+    passed. ``check_every`` compares the registered tensors, which must be parameters: where others
+    replace them, make a new Reducer.
 
     Args:
         named_tensors: pairs of a name and a tensor, or a mapping of them. They say what every call
@@ -117,12 +110,8 @@ class Reducer(Averaging):
             lambda running: running,
             purpose="make a Reducer",
         )
-        self._watches = False  # the optimizer
-        self._averaged: list[weakref.ref[torch.Tensor]] = []  # in the last call, in order
-        # What reads parameters themselves, or concerns their optimizer.
-        self._reads = bool(running.config.check_every or running.config.momentum)
-        if self._reads:
-            call_after_steps(partial(_look, weakref.ref(self)), owner=self)
+        if running.config.momentum:  # of gradients, on whose average an optimizer steps
+            watch_optimizer(running)
         self._names = {name: index for index, (name, _) in enumerate(named)}
         self._tensors = [tensor for _, tensor in named]
         self._dtypes = [tensor.dtype for tensor in self._tensors]
@@ -146,16 +135,15 @@ class Reducer(Averaging):
             tensors: a sequence in the order of registration, or a mapping by name, with the shapes,
                 dtypes and device of the registered tensors; other strides are allowed. None: the
                 registered tensors themselves. They must not require grad: pass gradients.
-            async_op: if true, returns at once. Wait for the result before the next call. Not with
+            async_op: if true, returns at once. The next call waits for this one. Not with
                 ``check_every`` or ``grad_scaler``.
 
         Returns:
             None, or with `async_op` the `Work` to wait for.
 
         Raises:
-            StateError: the tensors are not what was registered, the last call was not waited for,
-                another thread is in a call, or the process group was destroyed; or with
-                ``nonfinite="raise"`` an average is not finite.
+            StateError: the tensors are not what was registered, another thread is in a call, or the
+                process group was destroyed; or with ``nonfinite="raise"`` an average is not finite.
             PeerError, ProtocolError: another rank failed, or sent what it must not.
             DivergedError: registered parameters differ between ranks.
 
@@ -168,75 +156,64 @@ class Reducer(Averaging):
         elif self._ended is not None:
             raise StateError(f"an earlier call failed: {self._ended}")
         if not self._busy.acquire(blocking=False):
-            self._fail("another thread is in all_reduce(): call it from one thread at a time")
+            text = "another thread is in all_reduce(): call it from one thread at a time"
+            self._end(text)
+            raise StateError(text)
         try:
-            if self._work is not None and not self._work._is_settled:
-                self._work._refuse(_NOT_WAITED_FOR)
-                self._fail(_NOT_WAITED_FOR)
-            if async_op:
-                self._expect_async()
-            mine = self._checked(tensors)
-            if self._reads or not self._watches:
-                self._watch_gradients(mine)
+            self._engine_at_rest()
+            mine = self._in_order(tensors)
+            self._check(mine, async_op)
             self._work = self._post(mine, async_op)
             self._count += 1
             if async_op:
                 return self._work
             self._work.wait()
             return None
-        except GradferryError:
-            raise
         except BaseException as error:
             # Buckets may be on their way: the next call would meet them.
-            if self._work is not None:
-                self._work._refuse("this call was interrupted")
-            text = f"{type(error).__name__}: {error}"
+            is_ours = isinstance(error, GradferryError)
+            text = str(error) if is_ours else f"{type(error).__name__}: {error}"
             self._end(text)
-            if not isinstance(error, Exception):
+            if is_ours or not isinstance(error, Exception):
                 raise
             raise StateError(text) from error
         finally:
             self._busy.release()
 
-    def _expect_async(self) -> None:
-        """Options with which a thread in the background would read what the caller changes."""
-        config = self._started.config
-        if config.check_every:
-            self._fail(
-                "check_every= compares parameters, which may change during "
-                "all_reduce(async_op=True): call it without async_op, or leave check_every out"
-            )
-        if config.grad_scaler is not None:
-            self._fail(
-                "grad_scaler= has a scale that may change during all_reduce(async_op=True): call "
-                "it without async_op, or unscale first and leave grad_scaler out"
-            )
+    def _end(self, message: str) -> None:
+        """Ends the calls of all ranks, which may be waiting for this one. Without an engine they
+        wait for as long as the process group does.
+        """
+        self._ended = message
+        engine = self._started.engine
+        if engine is not None:
+            engine.fail(f"rank {self._started.world_rank}: {message}")
 
     def _post(self, tensors: Sequence[torch.Tensor], async_op: bool) -> Work:
         try:
             group = self._started.group
         except StateError as error:
-            self._fail(f"{error}; make a Reducer over a new one")
+            raise StateError(f"{error}; make a Reducer over a new one") from None
         packed = self._packing.pack(tensors)
         engine = self._started.engine
         if engine is None or self._engine_calls is None:
             self._buckets_passed += len(packed.buckets)
-            return Work(_PassedThrough(packed.buckets, group), packed, self._end)
+            return Work(_PassedThrough(packed.buckets, group), packed)
         # On a device, handing over is no more than enqueueing behind the current stream.
         in_background = async_op and self._started.transport.on_host
         pending = self._engine_calls.start(packed.buckets, in_background=in_background)
-        return Work(pending, packed, self._end)
+        return Work(pending, packed)
 
-    def _checked(self, tensors: Tensors | None) -> list[torch.Tensor]:
-        """The tensors to average, in the order of registration."""
-        try:
-            mine = self._in_order(tensors)
-            for name, index in self._names.items():
-                self._check(name, mine[index], index)
-            check_memory(list(self._names), mine)
-        except StateError as error:
-            self._fail(str(error))
-        return mine
+    def _check(self, tensors: Sequence[torch.Tensor], async_op: bool) -> None:
+        for name in ("check_every", "grad_scaler") if async_op else ():
+            if getattr(self._started.config, name):
+                raise StateError(
+                    f"{name}= looks at what may change during all_reduce(async_op=True): call it "
+                    f"without async_op, or leave {name} out"
+                )
+        for name, index in self._names.items():
+            self._check_one(name, tensors[index], index)
+        check_memory(self._names, tensors)
 
     def _in_order(self, tensors: Tensors | None) -> list[torch.Tensor]:
         if tensors is None:
@@ -262,10 +239,10 @@ class Reducer(Averaging):
             )
         return mine
 
-    def _check(self, name: str, tensor: torch.Tensor, index: int) -> None:
+    def _check_one(self, name: str, tensor: torch.Tensor, index: int) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise StateError(
-                f"{name!r} is {short(tensor)}, not a tensor; where a parameter has no gradient "
+                f"{name!r} is {shown(tensor)}, not a tensor; where a parameter has no gradient "
                 "pass zeros, on this rank alone or on all"
             )
         expect_plain(name, tensor)
@@ -286,59 +263,6 @@ class Reducer(Averaging):
                 "gradient, [parameter.grad for parameter in ...], or parameter.detach() if its "
                 "average is what you want"
             )
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            raise StateError(
-                f"{name!r} was made in inference mode and cannot be changed outside; pass its "
-                "clone()"
-            )
-
-    def _fail(self, message: str) -> NoReturn:
-        """Ends the calls of all ranks, which may be waiting for this one."""
-        self._end(message)
-        raise StateError(message)
-
-    def _end(self, message: str) -> None:
-        """Without an engine the others wait for as long as the process group does."""
-        self._ended = message
-        engine = self._started.engine
-        if engine is not None:
-            engine.fail(f"rank {self._started.world_rank}: {message}")
-
-    def _keep_no_tensors(self) -> None:
-        """Lets the registered tensors go: from now on every call passes its own."""
-        self._tensors = []
-
-    def _watch_gradients(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Watches the optimizer of registered parameters whose gradients are averaged. The
-        optimizer of local SGD, which steps between averages, never sees what is averaged.
-        """
-        running = self._started
-        if self._reads:
-            self._averaged = [weakref.ref(each) for each in tensors]
-        if not self._watches:
-            gradients = {id(p.grad) for p in running.tensors() if p.is_leaf and p.grad is not None}
-            if any(id(each) in gradients for each in tensors):
-                self._watches = True
-                watch_optimizer(running)
-
-    def _expect_registered(self, optimizer: Optimizer) -> None:
-        """Ends all ranks if an optimizer has stepped on averages with parameters that have replaced
-        registered ones.
-        """
-        trained = {id(p.grad): p for group in optimizer.param_groups for p in group["params"]}
-        tensors = zip(self._names, self._averaged, self._started.tensors(), strict=False)
-        for name, reference, registered in tensors:
-            gradient = reference()
-            if gradient is None or not isinstance(registered, torch.nn.Parameter):
-                continue
-            # A copy of a parameter, such as fp32 master weights, may have its gradient, too.
-            is_own = trained.get(id(gradient), registered) is registered
-            if not is_own and registered.grad is not gradient:
-                self._fail(
-                    f"what was averaged as {name!r} is the gradient of another parameter than the "
-                    "one that was registered, which momentum= and check_every= look at: make a "
-                    "new Reducer of the parameters that train now"
-                )
 
     def state_dict(self) -> dict[str, Any]:
         """The state that this rank must save to continue exactly where it stopped. Not collective.
@@ -347,13 +271,13 @@ class Reducer(Averaging):
             What `HookState.state_dict` returns.
 
         Raises:
-            StateError: an error has ended the Reducer, or the last call was not waited for.
+            StateError: an error has ended the Reducer.
         """
-        return self._saved()
+        return saved_state.signed(self._saved())
 
     def _saved(self, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The state, as `saved_state.save` returns it."""
-        self._engine_at_rest("save the state")
+        """The state for this process, as `saved_state.save` returns it."""
+        self._engine_at_rest()
         return saved_state.save(self._started, self._count, kept)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
@@ -368,20 +292,22 @@ class Reducer(Averaging):
             ConfigError: another ``on_resize``.
             StateError: as for `HookState.load_state_dict`. Nothing was changed.
         """
-        self._engine_at_rest("load a state")
+        self._engine_at_rest()
+        saved_state.expect_sound(state_dict, on_resize)
+        self._resume(state_dict, on_resize)
+
+    def _resume(self, state: Mapping[str, Any], on_resize: str = "strict") -> None:
+        """Restores a state of this process, which nobody else has had."""
         with self._loading():
-            self._count = saved_state.load(self._started, state_dict, on_resize)
+            self._count = saved_state.load(self._started, state, on_resize)
 
     @property
     def _running(self) -> Running:
         return self._started
 
-    def _engine_at_rest(self, what: str) -> _native.BucketEngine | None:
-        if self._work is not None and not self._work._is_settled:
-            raise StateError(
-                f"cannot {what}: the last all_reduce(async_op=True) was not waited for; call its "
-                "work.wait() first"
-            )
+    def _engine_at_rest(self) -> _native.BucketEngine | None:
+        if self._work is not None:
+            self._work.wait()
         return self._started.engine
 
     def _passed_buckets(self) -> int:
@@ -396,23 +322,12 @@ class Reducer(Averaging):
         """
         return {**super().stats(), "packing_bytes": self._packing.num_bytes}
 
-    def __reduce__(self) -> NoReturn:
-        raise StateError(
-            "a Reducer is connected to other ranks and cannot be copied or pickled: save its "
-            "state_dict(), and make a new one"
-        )
-
     def __repr__(self) -> str:
         config = self._started.config
         return f"Reducer(codec={str(config.codec)!r}, tensors={len(self.parameters)})"
 
     def __str__(self) -> str:
         return describe(self._started, self.stats())
-
-
-def _look(reducer: weakref.ref[Reducer], optimizer: Optimizer) -> None:
-    if (mine := reducer()) is not None:
-        mine._expect_registered(optimizer)
 
 
 def _place_in(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:
@@ -432,7 +347,7 @@ def _checked_names(
         entries = list(pairs)
     except TypeError:
         raise ConfigError(
-            f"named_tensors={short(named_tensors)} must be pairs of a name and a tensor, such as "
+            f"named_tensors={shown(named_tensors)} must be pairs of a name and a tensor, such as "
             "model.named_parameters()"
         ) from None
     for entry in entries:
@@ -440,7 +355,7 @@ def _checked_names(
         name, tensor = pair
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ConfigError(
-                f"named_tensors has {short(entry)}, which is no pair of a name and a tensor; pass "
+                f"named_tensors has {shown(entry)}, which is no pair of a name and a tensor; pass "
                 "model.named_parameters(), or [('name', tensor), ...]"
             )
         if name in named:
@@ -492,54 +407,25 @@ def expect_plain(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def check_memory(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-    """Raises StateError if an average could be written to one place twice."""
-    first: dict[int, str] = {}
+def check_memory(names: Iterable[str], tensors: Iterable[torch.Tensor]) -> None:
+    """Raises StateError if an average could be written to one place twice.
+
+    Of tensors whose memory has gaps only `expand` is refused: they are copied, and read before
+    anything is written, so that what they share is averaged once.
+    """
+    dense = []
     for name, tensor in zip(names, tensors, strict=True):
-        if _may_overlap_itself(tensor):
+        sides = zip(tensor.shape, tensor.stride(), strict=True)
+        if tensor.numel() and is_dense(tensor):
+            dense.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
+        elif tensor.numel() and any(size > 1 and step == 0 for size, step in sides):
+            raise StateError(f"elements of {name!r} share memory, by expand(); pass a clone()")
+    for (_, end, first), (begin, _, second) in pairwise(sorted(dense)):
+        if begin < end:
             raise StateError(
-                f"elements of {name!r} share memory (expand() and unfold() do so); pass a clone()"
+                f"{first!r} and {second!r} share memory, which would be averaged twice; register "
+                "what is shared once"
             )
-        if first.setdefault(id(tensor), name) != name:
-            raise StateError(_shared(first[id(tensor)], name))
-    spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), index)
-        for index, tensor in enumerate(tensors)
-        if tensor.numel()
-    )
-    # Those that are not dense may lie between each other, but not in a dense one.
-    last = last_dense = (0, -1)  # end and index of what reaches farthest so far
-    for begin, end, index in spans:
-        dense = is_dense(tensors[index])
-        reaches, other = last if dense else last_dense
-        if begin < reaches:
-            raise StateError(_shared(*(names[each] for each in sorted((index, other)))))
-        last = max(last, (end, index))
-        if dense:
-            last_dense = max(last_dense, (end, index))
-
-
-def _shared(first: str, second: str) -> str:
-    return (
-        f"{first!r} and {second!r} share memory, which would be averaged twice; register what is "
-        "shared once"
-    )
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last one."""
-    sides = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in sides)) * tensor.element_size()
-
-
-def _may_overlap_itself(tensor: torch.Tensor) -> bool:
-    """Whether a step in some dimension may end where smaller steps lead, too."""
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return bool(tensor.numel())
-        reach += max(size - 1, 0) * stride
-    return False
 
 
 # --- a call ---
@@ -551,15 +437,14 @@ class _Pending(Protocol):
 
 
 class Work:
-    """One call of `Reducer.all_reduce` on its way. Wait for it before the next one.
+    """One call of `Reducer.all_reduce` on its way.
 
     Until `wait` has returned do not read or write the tensors.
     """
 
-    def __init__(self, pending: _Pending, packed: Packed, end: Callable[[str], None]) -> None:
+    def __init__(self, pending: _Pending, packed: Packed) -> None:
         self._call: tuple[_Pending, Packed] | None = (pending, packed)  # None: settled
         self._unpacked = packed.unpacked
-        self._end = weakref.WeakMethod(end)  # of what holds the last call
         # Not the exception itself, whose traceback would keep the engine alive.
         self._error: tuple[type[GradferryError], str] | None = None
         self._lock = threading.Lock()
@@ -592,34 +477,13 @@ class Work:
         except GradferryError as error:
             self._error = type(error), str(error)
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            self._error = StateError, text
-            if end := self._end():
-                end(text)
+            self._error = StateError, f"{type(error).__name__}: {error}"
         self._call = None
 
     def is_completed(self) -> bool:
         """Whether `wait` returns, or raises, without waiting for another rank."""
         call = self._call
         return call is None or call[0].is_completed()
-
-    @property
-    def _is_settled(self) -> bool:
-        return self._call is None
-
-    def _refuse(self, text: str) -> None:
-        """Settles a call for which nobody has waited in time; one that is settled stays so."""
-        if self._call is not None:
-            self._error, self._call = (StateError, text), None
-
-    def __del__(self) -> None:
-        if getattr(self, "_call", None) is not None:
-            warnings.warn(  # noqa: TID251  garbage collection runs under any frame
-                "nobody has waited for an all_reduce(async_op=True): its tensors do not hold the "
-                "average; call work.wait()",
-                ResourceWarning,
-                stacklevel=2,
-            )
 
 
 class _PassedThrough:

@@ -10,7 +10,7 @@ from gradferry import _native
 from gradferry.core.agreement import hash64
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.core.config import count
-from gradferry.core.values import as_whole, short
+from gradferry.core.values import as_whole, shown
 from gradferry.errors import ConfigError, StateError
 from gradferry.reducer import expect_plain
 
@@ -57,7 +57,7 @@ def decode(
 
     Raises:
         ConfigError: message, codec, shape or dtype cannot be used.
-        ProtocolError: the bytes are not such a message: too short or long, damaged, or encoded
+        ProtocolError: the bytes are not such a message: too shown or long, damaged, or encoded
             with another codec, size or dtype.
     """
     spec = _usable(codec)
@@ -106,7 +106,7 @@ def accumulate(
     if isinstance(messages, torch.Tensor):
         raise ConfigError("messages is a single tensor; pass a sequence of messages")
     if not isinstance(messages, Iterable):
-        raise ConfigError(f"messages is {short(messages)}; pass a sequence of messages")
+        raise ConfigError(f"messages is {shown(messages)}; pass a sequence of messages")
     listed = [_dense(message, f"message {index}") for index, message in enumerate(messages)]
     if not listed:
         raise ConfigError("there are no messages; pass at least one")
@@ -160,12 +160,12 @@ def _dense(tensor: torch.Tensor, what: str) -> torch.Tensor:
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor for a result."""
     if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"dtype={short(dtype)} must be a torch.dtype, such as torch.float32")
+        raise ConfigError(f"dtype={shown(dtype)} must be a torch.dtype, such as torch.float32")
     try:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"shape={short(shape)} is of no tensor on this host: {reason}") from None
+        raise ConfigError(f"shape={shown(shape)} is of no tensor on this host: {reason}") from None
 
 
 def _hashes(spec: CodecSpec, tensor: torch.Tensor) -> dict[str, int]:

@@ -52,7 +52,7 @@ def test_applied_and_withheld_are_what_ranks_moved(codec: str, decay: float) -> 
     for period in range(OUTER_STEPS):
         if period:
             places.add(diloco._reducer.spare[f"slot_{dist.get_rank()}"]["worker"].data_ptr())
-            faded += (1 - decay) * withheld(diloco._reducer)[0]
+            faded += (1 - decay) * sum(withheld(diloco._reducer))
         for inner in range(2):
             given = movements(model, dist.get_rank(), period, inner)
             move(model, given)
@@ -129,8 +129,7 @@ class OfAllKinds(nn.Module):
 def test_all_kinds_of_parameters_are_averaged(codec: str) -> None:
     model = OfAllKinds()
     shift(model, movements(model, dist.get_rank()))
-    with torch.no_grad():
-        model.frozen.fill_(dist.get_rank())
+    nn.init.ones_(model.frozen)
     optimizer, diloco = make(model, codec)
     assert diloco.state_dict()["global"].keys() == {
         *("image", "scalar", "nothing", "in_fp16", "in_fp64")
@@ -151,7 +150,7 @@ def test_all_kinds_of_parameters_are_averaged(codec: str) -> None:
         # Whole numbers of 2^-8, and halves of them, are exact in fp16 up to 2^2.
         if codec != "q4":
             assert torch.equal(begin - common(diloco), summed(moved) / 2)
-    assert not model.frozen.any()  # as on rank 0
+    assert (model.frozen == 1).all()
 
 
 @on_ranks(4)
@@ -178,16 +177,11 @@ def test_global_parameters_of_bf16_keep_what_bf16_cannot_hold() -> None:
 
 
 @on_ranks(2)
-def test_printed_it_says_which_period_hides_an_outer_step() -> None:
-    model = Plain()
-    _, diloco = make(model, "q4", sync_every=2)
+def test_printed_it_says_how_long_the_last_outer_step_took() -> None:
+    _, diloco = make(Plain(), "q4", sync_every=2)
     assert "ms of training" not in str(diloco)
     diloco._outer_ms, diloco._period_ms = 30.0, 100.0
-    # An inner step takes 50 ms: 12 of them are twenty times 30 ms.
-    advice = "; with sync_every=12 it would be 5% of that"
-    assert f"the last outer step took 30 ms, after 100 ms of training{advice}\n" in str(diloco)
-    diloco._outer_ms = 5.0
-    assert "the last outer step took 5 ms, after 100 ms of training\n" in str(diloco)
+    assert "the last outer step took 30 ms, after 100 ms of training\n" in str(diloco)
 
 
 @on_ranks(2)

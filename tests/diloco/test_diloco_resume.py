@@ -83,8 +83,7 @@ def test_training_goes_on_with_other_ranks() -> None:
 
 
 @on_ranks(2)
-def test_state_of_a_period_saves_what_the_model_cannot_say() -> None:
-    """Within global_parameters() the same is saved."""
+def test_the_same_is_saved_within_global_parameters() -> None:
     training = Training()
     training.train(range(PERIOD + 1))
     local = training.bits()
@@ -101,24 +100,20 @@ def test_state_of_a_period_saves_what_the_model_cannot_say() -> None:
 # --- damaged states -------------------------------------------------------------------------------
 
 SLOT = "the slot of this rank"
-MOMENTUM = ("outer", "state", 0, "momentum_buffer")
 # Where a state is damaged, and what is there.
 DAMAGES: list[tuple[tuple[Any, ...], Any]] = [
     *(((key,), LOST) for key in ("format", "global", "outer", "outer_type", "reducer", "since")),
     (("format",), 2),
-    (("inner_steps",), -1),
+    (("inner_steps",), None),
     (("outer_steps",), True),
     (("since",), "3"),
     (("global", "weight"), LOST),
     (("global", "more"), torch.zeros(3)),
-    *((("loaded",), value) for value in (3, [], [None] * 2)),
-    (("local",), [1]),
-    *((("global", "weight"), value) for value in (torch.zeros(256, 64), [1.0], NAN)),
+    *((("global", "weight"), value) for value in (torch.zeros(256, 64), [1.0])),
     (("global", "weight"), torch.zeros(64, 256, dtype=torch.float64)),
     (("outer_type",), "Adam"),
     (("outer",), {}),
     (("outer", "param_groups", 0, "params"), [0]),
-    *((MOMENTUM, value) for value in (torch.zeros(256, 64), NAN)),
     (("reducer", "codec"), "q8"),
     (("reducer", "world_size"), 3),
     (("reducer", SLOT), LOST),

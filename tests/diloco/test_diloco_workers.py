@@ -86,13 +86,12 @@ def test_global_parameters_are_those_of_a_training_by_hand(workers: Workers) -> 
 def test_what_one_shard_has_come_to_keeps_all_shards_where_they_are(workers: Workers) -> None:
     model, diloco, _ = train(workers, codec="q4")
     before = common(diloco)
-    if dist.get_rank() == 3:
-        with torch.no_grad():
-            local_parts(model)[0][0] = math.nan
-        diloco.accept_local()
     optimizer = diloco._optimizers[0]
     optimizer.zero_grad()
     optimizer.step()
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            local_parts(model)[0][0] = math.nan
     outcome = attempt(optimizer.step)
     assert outcome.error == "StateError"
     assert "rank 3: 'weight' has come to NaN or infinity" in outcome.text.replace("module.", "")

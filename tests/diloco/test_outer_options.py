@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import gradferry
 import pytest
 import torch
 import torch.distributed as dist
-from gradferry.averaging.global_parameters import pack, unpack
-from gradferry.errors import ProtocolError
 from on_ranks import of_all, on_ranks
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from training_alone import Plain, are_equal, bits_of, make, move, movements
 
-Group = dict[str, Any]
-
 
 def shown(options: Any) -> str:
     """Equal only where values and types are."""
     return repr(tree_map_only(torch.Tensor, lambda each: (each.dtype, each.tolist()), options))
-
-
-def described(group: Group) -> dict[str, str]:
-    return {key: shown(value) for key, value in group.items() if key != "params"}
 
 
 def with_tensor(common: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -89,36 +80,3 @@ def test_rates_in_tensors_that_differ_are_named() -> None:
         diloco.outer.param_groups[0]["lr"].fill_(0.5)
     with pytest.raises(gradferry.RankMismatchError, match=r"rank 1 differs .* in outer optimizer"):
         optimizer.step()
-
-
-def optimizer_with(**options: Any) -> torch.optim.Optimizer:
-    parameter = nn.Parameter(torch.zeros(3))
-    return torch.optim.SGD([{"params": [parameter], **options}], lr=0.5)
-
-
-def test_tensors_stay_the_same_objects_which_schedules_hold() -> None:
-    one, other = (optimizer_with(rate=torch.tensor(rate), mine=object()) for rate in (0.5, 0.25))
-    rate, mine = (one.param_groups[0][key] for key in ("rate", "mine"))
-    unpack(pack(other), one)
-    assert one.param_groups[0]["rate"] is rate
-    assert rate == 0.25
-    assert one.param_groups[0]["mine"] is mine  # which cannot be written
-
-
-DAMAGED = [
-    b"",
-    pack(optimizer_with(mine=1))[:-40],
-    pickle.dumps([1, 2]),  # no optimizer
-    pickle.dumps(print),  # a call
-]
-
-
-def test_bytes_that_fit_no_optimizer_are_refused() -> None:
-    there, here = torch.optim.Adam([nn.Parameter(torch.ones(4))]), optimizer_with(mine=1)
-    there.param_groups[0]["params"][0].grad = torch.ones(4)
-    there.step()
-    before = described(here.param_groups[0])
-    for data in (*DAMAGED, pack(there, with_state=True)):
-        with pytest.raises(ProtocolError):
-            unpack(data, here)
-        assert described(here.param_groups[0]) == before

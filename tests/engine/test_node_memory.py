@@ -6,19 +6,19 @@ import contextlib
 import errno
 import gc
 import os
+import re
 import resource
-import socket
-from array import array
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gradferry
 import pytest
 import torch.distributed as dist
 from mixed import mapped_bytes
-from on_ranks import on_ranks
+from on_ranks import of_all, on_ranks
 from torch._C._distributed_c10d import PrefixStore
 
 NUM_BYTES = 3 * 4096
@@ -40,12 +40,15 @@ def more_than(before: Counter[str]) -> Counter[str]:
     return held() - before
 
 
+def store_for(purpose: str) -> PrefixStore:
+    return PrefixStore(f"memory/{purpose}", dist.distributed_c10d._get_default_store())
+
+
 def share(purpose: str, seconds: float = 10) -> tuple[Any, str]:
     from gradferry.core.node_memory import share_memory
 
-    store = PrefixStore(f"memory/{purpose}", dist.distributed_c10d._get_default_store())
     siblings = range(dist.get_world_size())
-    return share_memory(store, dist.get_rank(), siblings, NUM_BYTES, seconds)
+    return share_memory(store_for(purpose), dist.get_rank(), siblings, NUM_BYTES, seconds)
 
 
 # --- who gets it
@@ -65,6 +68,22 @@ def test_siblings_see_what_each_of_them_writes_and_keep_no_file() -> None:
     dist.barrier()
     del memory
     assert not more_than(before)
+
+
+@on_ranks(3)
+def test_the_first_rank_keeps_it_open_for_the_last() -> None:
+    """Rank 2 opens it only when the first rank has said how it fares."""
+    from gradferry.core import node_memory
+
+    opens = node_memory._open
+
+    def late(*place: str) -> int:
+        store_for("late").wait(["outcome/0"])
+        return opens(*place)
+
+    with mock.patch.object(node_memory, "_open", late if dist.get_rank() == 2 else opens):
+        memory, refusal = share("late")
+    assert memory is not None, refusal
 
 
 @on_ranks(2)
@@ -90,7 +109,6 @@ def going_wrong(what: str) -> Iterator[None]:
     """Has the kernel, or what stands for it, refuse something to this process. What other memory
     than was agreed on is refused, test_shared_memory.py says.
     """
-    import gradferry
     from gradferry.core import node_memory
 
     failure = OSError(errno.EPERM, os.strerror(errno.EPERM))
@@ -104,69 +122,58 @@ def going_wrong(what: str) -> Iterator[None]:
             broken = mock.Mock(side_effect=refusal)
             patches.enter_context(mock.patch.object(node_memory._native, "SharedMemory", broken))
         else:
-            owner = {"memfd_create": node_memory.os, "socket": node_memory.socket}[what]
-            patches.enter_context(mock.patch.object(owner, what, side_effect=failure))
+            patches.enter_context(mock.patch.object(node_memory.os, what, side_effect=failure))
         yield
 
 
 @pytest.mark.parametrize(
-    ("rank", "what", "refused", "refusal"),
+    ("rank", "what", "refusal"),
     [
-        (0, "memfd_create", 0, "memfd_create: Operation not permitted"),
-        (0, "fallocate", 0, "fallocate of 12288 bytes: File too large"),
-        (0, "socket", 0, "unix socket: Operation not permitted"),
-        (2, "socket", 2, "unix socket: Operation not permitted"),
-        (0, "mmap", 0, "mmap: Cannot allocate memory"),
-        (1, "mmap", 1, "mmap: Cannot allocate memory"),
+        (0, "memfd_create", "memfd_create: Operation not permitted"),
+        (0, "fallocate", "fallocate of 12288 bytes: File too large"),
+        (2, "open", r"opening /proc/\d+/fd/\d+: Operation not permitted"),
+        (0, "mmap", "mmap: Cannot allocate memory"),
+        (1, "mmap", "mmap: Cannot allocate memory"),
     ],
 )
 @on_ranks(3)
-def test_what_one_rank_is_refused_none_of_the_node_has(
-    rank: int, what: str, refused: int, refusal: str
-) -> None:
+def test_what_one_rank_is_refused_none_of_the_node_has(rank: int, what: str, refusal: str) -> None:
     before = held()
     with going_wrong(what) if dist.get_rank() == rank else contextlib.nullcontext():
         memory, said = share(f"refused {rank} {what}")
     gc.collect()  # the exception of the mock holds frames
     assert memory is None
-    assert said == f"rank {refused}: {refusal}"
+    assert re.fullmatch(f"rank {rank}: {refusal}", said)
     assert not more_than(before)
 
 
-@pytest.mark.parametrize("only", [False, True])
 @on_ranks(2)
-def test_what_comes_without_the_secret_is_dropped(only: bool) -> None:
-    """Before the memory, or instead of it, other memory comes from a process without it."""
+def test_what_another_process_has_there_is_not_opened() -> None:
+    """As where ranks number processes otherwise: this rank finds a file of its own."""
     from gradferry.core import node_memory
 
-    send = node_memory._send
+    pids = of_all(os.getpid())
     before = held()
-
-    def after_strangers(descriptor: int, doors: dict[int, dict[str, str]]) -> None:
-        place = f"\0{doors[1]['name']}"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            for said, descriptors in ((b"x" * 16, [descriptor] * 2), (b"", []), (b"y", [0])):
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))]
-                sender.sendmsg([said], rights, 0, place)
-            if only:
-                sender.sendmsg([bytes.fromhex(doors[1]["secret"])], [], 0, place)
-        if not only:
-            send(descriptor, doors)
-
-    with mock.patch.object(node_memory, "_send", after_strangers):
-        memory, refusal = share(f"strangers {only}")
-    assert (memory is None) == only
-    assert refusal == ("rank 1: the descriptor did not come through" if only else "")
-    del memory
+    with mock.patch.object(node_memory.os, "getpid", return_value=pids[1]):
+        memory, refusal = share("of another process")
+    assert memory is None
+    # Another file, or none where rank 1 has fewer open.
+    assert re.match(rf"rank 1: (opening )?/proc/{pids[1]}/fd/\d+", refusal), refusal
+    assert not more_than(before)
+    reading, writing = os.pipe()
+    path = f"/proc/{os.getpid()}/fd/{reading}"
+    with pytest.raises(gradferry.PeerError, match=f"^{path} is pipe:.*, for the first rank it is"):
+        node_memory._open(os.getpid(), reading, "gradferry-0")
+    os.close(reading)
+    os.close(writing)
     assert not more_than(before)
 
 
 @on_ranks(3)
 def test_sibling_that_does_not_come_is_named() -> None:
-    """Rank 2 waits for rank 0, which waits for rank 1 itself."""
     if dist.get_rank() != 1:
         before = held()
-        with pytest.raises(TimeoutError, match=f"^rank {int(dist.get_rank() == 0)} timed out$"):
+        with pytest.raises(TimeoutError, match=r"^rank 1 timed out$"):
             share("absent", seconds=0.2)
         assert not more_than(before)
     dist.barrier()

@@ -1,9 +1,9 @@
 """A random workload for hours: does anything grow, hang, or change a bit?
 
-`make soak HOURS=2`, or `python tests/faults/soak.py --minutes 5`. Worlds of two,
-three and four processes live as long as the run. One segment after another draws a training from
-the seed: way of averaging, codec, options, sizes. It is trained as it is and then once more with
-something in between, with which it must end in the same bits on every rank:
+`python tests/faults/soak.py --hours 2`, or `--minutes 5`. Worlds of two, three and four processes
+live as long as the run. One segment after another draws a training from the seed: way of
+averaging, codec, options, sizes. It is trained as it is and then once more with something in
+between, with which it must end in the same bits on every rank:
 
 * reload: saved, dropped, attached again and resumed, in the same processes;
 * kill: ranks of other processes are killed at any moment, once or twice, and all are started anew;

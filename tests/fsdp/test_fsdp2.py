@@ -301,7 +301,8 @@ def test_a_module_without_any_gradient_does_not_keep_a_step_open() -> None:
     ):
         wrong = Sharding(without=without)
         model, _ = attached(wrong, momentum=0.9)
-        outcome = attempt(lambda: wrong.backward(model, 0))  # noqa: B023
+        # A module without any is missed when the next pass begins.
+        outcome = attempt(lambda: [wrong.backward(model, step) for step in range(2)])  # noqa: B023
         assert outcome.error == "StateError"
         assert text in outcome.text
 
@@ -530,19 +531,17 @@ def case_other_shards(saved: dict[str, Any], attach: dict[str, Any]) -> tuple[li
     return outcomes, next(iter(state.state_dict().values()))["steps"]
 
 
-@pytest.mark.parametrize("feedback", ["both", "none"])
-def test_states_of_other_shards_are_refused_where_something_would_be_lost(
-    worlds: Worlds, tmp_path: Path, feedback: str
+def test_states_of_other_shards_are_loaded_without_residuals_or_refused(
+    worlds: Worlds, tmp_path: Path
 ) -> None:
     from gradferry.checkpoint import merge
 
-    attach = {"codec": "q4", "error_feedback": feedback}
+    attach = {"codec": "q4", "error_feedback": "both"}
     how = {"sharding": Sharding(), "attach": attach, "path": str(tmp_path / "dcp")}
     saved = merge(each["state"] for each in worlds(4).run(case_save_and_go_on, **how))
     for outcomes, steps in worlds(4).run(case_other_shards, saved=saved, attach=attach):
-        refused = "StateError" if feedback == "both" else None
-        assert [outcome.error for outcome in outcomes] == [refused, None, "StateError"]
-        assert feedback == "none" or "on_resize='drop'" in outcomes[0].text
+        assert [outcome.error for outcome in outcomes] == ["StateError", None, "StateError"]
+        assert "on_resize='drop'" in outcomes[0].text
         assert steps == saved["shard_0_of_2"]["steps"] + 1
 
 

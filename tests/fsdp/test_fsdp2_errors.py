@@ -11,6 +11,7 @@ import signal
 import warnings
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +27,7 @@ from on_ranks import of_all, on_ranks
 from outcomes import Outcome, attempt
 from relays import Relays
 from sharding import SHAPES, Chosen, Model, Sharding, attached, bits
-from stepping import texts
+from stepping import logged, texts
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -171,7 +172,7 @@ REFUSED: dict[str, dict[str, list[Row]]] = {
             ),
             (
                 lambda m: replicas(m, codec=of_rank("q4", "q4", "q8", "q8")),
-                "rank {second} differs from rank {first} in codec",
+                "rank 2 differs from rank 0 in codec",
             ),
             (lambda m: replicas(m, seed=of_rank(0, 0, 0, 1)), "rank 3 differs from rank 2 in seed"),
         ],
@@ -254,12 +255,11 @@ if hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn"):
 @on_ranks(4)
 def test_what_cannot_be_hooked_is_refused_with_a_reason(way: str) -> None:
     mesh = (HYBRID if way == "replicas" else FOUR).mesh()
-    first = dist.get_rank() % 2
     for kind, rows in REFUSED[way].items():
         for call, text in rows:
             outcome = attempt(lambda: call(mesh))  # noqa: B023
             assert outcome.error == kind, (text, outcome)
-            assert text.format(first=first, second=2 + first) in outcome.text, outcome
+            assert text in outcome.text, outcome
 
 
 @pytest.mark.torch_core
@@ -291,19 +291,16 @@ def test_parameters_outside_are_named() -> None:
 
 
 @on_ranks(2)
-def test_a_warning_that_is_an_error_on_one_rank_ends_all() -> None:
+def test_a_warning_that_is_an_error_on_one_rank_is_logged() -> None:
     """On rank 0 warnings are errors: of a parameter without a gradient."""
     sharding, rank = Sharding(2, 1, without=(("blocks.0", "bias"),)), dist.get_rank()
     model, state = attached(sharding)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), logged() as said:
         warnings.simplefilter("ignore" if rank else "error", gradferry.GradferryWarning)
         for step in range(2):
-            outcome = attempt(lambda: sharding.backward(model, step))  # noqa: B023
-            if outcome.error:
-                break
-    assert outcome.error == ("PeerError" if rank else "GradferryWarning")
-    assert rank == 0 or "rank 0: GradferryWarning: " in outcome.text
-    assert state.stats()["fallbacks"] == 1  # both were in the collective
+            sharding.backward(model, step)
+    assert state.stats()["fallbacks"] == 2
+    assert any("sent uncompressed" in text for text in said) == (rank == 0)
 
 
 # --- in training ----------------------------------------------------------------------------------
@@ -448,28 +445,21 @@ def test_exact_gathers_are_for_whole_passes() -> None:
     assert "in the middle of a pass" in found[0].text
 
 
-@pytest.mark.parametrize("what", ["enter exact_gathers()", "begin this forward pass as others do"])
 @on_ranks(2)
-def test_a_rank_that_is_in_a_pass_instead_is_named_to_all(what: str) -> None:
+def test_a_rank_that_does_not_enter_is_named_and_its_passes_end() -> None:
     sharding = Sharding(1, 2)
     model: Any = built("plain", sharding=sharding)
     state = gradferry.fsdp.attach(model, **ONLY_GATHERS)
     sharding.backward(model, 0)
-    within: Any = contextlib.nullcontext()
-    if dist.get_rank() == 1:
-        if "exact" in what:
-            within = state.exact_gathers()
-        else:
-            model.set_reshard_after_forward(False)
 
     def go_on() -> None:
-        with within:
+        with state.exact_gathers() if dist.get_rank() == 1 else contextlib.nullcontext():
             sharding.backward(model, 1)
 
-    with mock.patch.object(hooks, "_SURE_SECONDS", 0):
+    with mock.patch.object(hooks, "timeout_of", return_value=timedelta(seconds=2)):
         outcome = attempt(go_on)
     assert outcome.error == "PeerError"
-    assert f"rank 0 did not {what}, and is in a pass already" in outcome.text
+    assert "rank 0 did not enter exact_gathers()" in outcome.text
 
 
 @on_ranks(2)
@@ -540,9 +530,9 @@ def frozen(model: Any) -> None:
     model.blocks[0].weight.requires_grad_(False)
 
 
-ALL, DIFFERS = (0, 1, 2, 3), "rank 1 differs from rank 0 in "
+ALL = (0, 1, 2, 3)
 # A model and passes that it has taken, what changes, the ranks on which it does, and what is said
-# of it: by these ranks, or by all, if they compare what they are going to do.
+# of it.
 CHANGES: list[tuple[Callable[[], Any], int, Callable[[Any], Any], tuple[int, ...], str]] = [
     (averaging, 0, frozen, ALL, "requires_grad of 'weight' has changed in 'blocks.0'"),
     (averaging, 0, frozen, (2, 3), "requires_grad of 'weight' has changed in 'blocks.0'"),
@@ -552,14 +542,8 @@ CHANGES: list[tuple[Callable[[], Any], int, Callable[[Any], Any], tuple[int, ...
      "'blocks.1' was given another all-gather"),
     (gathering, 1, with_another_dtype, (3,), "the parameters of 'blocks.0' are gathered in torch"),
     (gathering, 0, with_another_group, ALL, "'blocks.0' is gathered in process group"),
-    *((scattering, 1, lambda m: m.blocks[1].bfloat16(), ranks,
-       "parameter 'weight' is torch.bfloat16 on cpu, and was") for ranks in (ALL, (1,))),
-    (scattering, 0, lambda m: m.blocks[1].set_reshard_after_forward(False), (1,),
-     DIFFERS + "reshard_after_forward of 'blocks.1'"),
-    (scattering, 0, lambda m: m.blocks[0].set_reshard_after_backward(False), (1,),
-     DIFFERS + "reshard_after_backward of 'blocks.0'"),
-    (scattering, 0, lambda m: m.blocks[0].set_unshard_in_backward(False), (1,),
-     DIFFERS + "unshard_in_backward of 'blocks.0'"),
+    (scattering, 1, lambda m: m.blocks[1].bfloat16(), (1,),
+     "the parameters of 'blocks.1' are gathered in torch.bfloat16"),
     (in_parts, 0, lambda m: fully_shard(m, mesh=HYBRID.mesh()), ALL,
      "fully_shard was called on 'the model' after attach"),
 ]  # fmt: skip
@@ -581,11 +565,6 @@ def test_what_changes_after_attach_is_one_error_on_all_ranks() -> None:
         if rank in ranks:
             change(model)
         outcomes = [attempt(lambda: model(targets).backward()) for _ in range(2)]  # noqa: B023
-        if text.startswith(DIFFERS):
-            assert outcomes[0].error == "RankMismatchError", outcomes
-            assert text in outcomes[0].text
-            assert outcomes[1].error
-            continue
         assert outcomes[0].error == ("StateError" if rank in ranks else "PeerError"), outcomes
         said = [text] if rank in ranks else [f"rank {each}: {text}" for each in ranks]
         for outcome in outcomes:

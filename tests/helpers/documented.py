@@ -106,6 +106,7 @@ _MADE: dict[str, Callable[[Any], Any]] = {
     "parts": lambda t: 2,
     "names": lambda t: [name for name, _ in t["model"].named_parameters()],
     "reducer": lambda t: t["gradferry"].Reducer(t["model"].named_parameters(), "q4"),
+    "tensor": lambda t: t["torch"].ones(SHAPE),
     "starts": lambda t: [p.detach().clone() for p in t["model"].parameters()],
     "loss": lambda t: t["model"](t["inputs"]),
     # a parameter server in reducer.md

@@ -34,9 +34,10 @@ def random_place(rng: random.Random, kind: int, rank: int, job: Job) -> Place:
     name = PLACES[kind % len(PLACES)]
     saves = range(job.save_every - 1, job.steps, job.save_every)
     step = rng.choice(saves) if name == "save" else rng.randrange(job.steps)
-    # A rank forces its file to the disk, renames it, forces the folder; rank 0 the manifest, too.
-    # From the second save on a rank then removes its old file.
-    calls = (6 if rank == 0 else 3) + (name == "save" and step >= job.save_every)
+    # A rank forces its file and its folder to the disk; then rank 0 the pointer and its folder,
+    # renames it, and forces the folder. It removes drafts: its own, which is gone, and from the
+    # second save on that of the save before, too.
+    calls = 2 if rank != 0 else 7 + (name == "save" and step >= job.save_every)
     return Place(step, name, rng.randrange(calls))
 
 

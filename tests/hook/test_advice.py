@@ -207,13 +207,12 @@ def test_a_world_of_one_compresses_nothing_anyway() -> None:
     assert attach_warnings(NORM, "q4", []) == []
 
 
-# q4: 4.28 bits of 6.5 million elements, 3.5 MB per bucket.
 @pytest.mark.parametrize(
     ("ranks", "members", "text"),
     [
         (400, None, None),
-        (2048, None, "of about 1,712 bytes: .* bucket_cap_mb=120, or attach with nodes="),
-        (2048, 8, "of about 1,712 bytes: .* bucket_cap_mb=120$"),
+        (2048, None, "about 1,712 bytes, .* bucket_cap_mb=120, or give nodes="),
+        (2048, 8, "about 1,712 bytes, .* bucket_cap_mb=120$"),
     ],
 )
 def test_short_messages_are_warned_about(ranks: int, members: int | None, text: str | None) -> None:

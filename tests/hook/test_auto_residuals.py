@@ -23,6 +23,7 @@ from auto_trials import (
     timed,
     try_all,
 )
+from gradferry.averaging.saved_state import signed
 from gradferry.core.codec_spec import parse_codec
 from gradferry.ddp.auto import FIRST_TRIAL, Choice
 from gradferry.ddp.state import bound_to
@@ -241,7 +242,6 @@ def test_a_checkpoint_holds_the_choice(codec: str) -> None:
     assert choice["reason"] == "restored from a checkpoint"
     assert choice["next_check"] >= 3 + FIRST_TRIAL
     assert stats["total_steps"] == 6
-    assert bound_to(after.state).running.engine_steps() == (3 if codec == "q4" else 0)
 
 
 def case_resumed(scenario: Scenario, chosen: int, steps: int) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def case_resumed(scenario: Scenario, chosen: int, steps: int) -> dict[str, Any]:
                 run = run.saved_and_loaded() if step in saves else run
                 gradients.append(run.step(step))
         answers[name] = {"gradients": gradients, **run.state.stats()["choice"]}
-    saved = {**run.state.state_dict(), "world_size": 4, "nodes": "[[0, 1], [2, 3]]"}
+    saved = signed({**run.state.state_dict(), "world_size": 4, "nodes": "[[0, 1], [2, 3]]"})
     other = run_on(scenario, FOUND)
     other.state.load_state_dict(saved, on_resize="drop")
     return {**answers, "elsewhere": other.state.stats()["choice"]}
@@ -283,7 +283,7 @@ def test_ranks_that_load_unlike_choices_all_get_the_same_error() -> None:
     run.step(0)
     saved = run.state.state_dict()
     if run.rank == 1:
-        saved["choice"] = {**saved["choice"], "codec": "q8"}
+        saved = signed({**saved, "choice": {**saved["choice"], "codec": "q8"}})
     outcome = attempt(lambda: Run(AUTO).state.load_state_dict(saved))
     assert outcome.error == "RankMismatchError"
     assert "rank 1 differs from rank 0 in choice: " in outcome.text

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry import _native
+from gradferry.averaging.saved_state import signed
 from gradferry.core.codec_spec import parse_codec
 from gradferry.core.config import make_config
 from gradferry.core.names import plain_name
@@ -90,7 +91,7 @@ def test_states_and_rules_know_parameters_by_their_plain_names() -> None:
         assert saved[f"slot_{rank}"]["worker"].any()
         other = gradferry.HookState("q4", DistributedDataParallel(plain), rules=rules)
         renamed = saved["layout"].replace('"0.weight"', '"other"')
-        other.load_state_dict({**saved, "layout": renamed}, on_resize="drop")
+        other.load_state_dict(signed({**saved, "layout": renamed}), on_resize="drop")
         assert not other.state_dict()[f"slot_{rank}"]["worker"].any()
         other.load_state_dict(saved)
         kept = other.state_dict()

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry import _native
+from gradferry.averaging.saved_state import signed
 from gradferry.core import agreement
 from on_ranks import of_all, on_ranks
 from outcomes import Outcome, attempt, little_patience
@@ -432,7 +433,7 @@ def other_step(group: Any, second: bool) -> Outcome:
     made = reducer(group)
     state = made.state_dict()
     if second:
-        made.load_state_dict({**state, "steps": 5})
+        made.load_state_dict(signed({**state, "steps": 5}))
     return attempt(made.all_reduce)
 
 

@@ -112,9 +112,9 @@ def test_attaching_finds_the_model_the_scaler_and_the_log(
         assert "give this model another folder than 'gradferry'" in same_folder
         assert "must be an accelerate.Accelerator, not DistributedDataParallel" in no_accelerator
         assert "on_resize='men'" in no_way
-    assert (tmp_path / "both" / "gradferry" / "manifest.json").exists()
-    assert (tmp_path / "both" / "second" / "manifest.json").exists()
-    assert (tmp_path / "third" / "gradferry" / "manifest.json").exists()
+    assert (tmp_path / "both" / "gradferry" / "latest.json").exists()
+    assert (tmp_path / "both" / "second" / "latest.json").exists()
+    assert (tmp_path / "third" / "gradferry" / "latest.json").exists()
     assert not (tmp_path / "third" / "second").exists()
     ratios = trainings.logged(tmp_path / "logs", "gradferry/ratio")
     assert list(ratios) == [2, 4]

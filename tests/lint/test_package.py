@@ -15,7 +15,7 @@ from typing import Any
 import gradferry
 import pytest
 import torch
-from gradferry import _build_info, _compat, _native
+from gradferry import _build_info, _native
 from gradferry._compat import check_torch
 from gradferry.core import device
 from gradferry_lab.info import facts
@@ -185,26 +185,14 @@ BUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
 @pytest.mark.torch_core
-@pytest.mark.parametrize(
-    ("running", "built_against", "advice"),
-    [
-        ("2.12.0", "2.11.0", ("version ends in +torch2.12,", BUILD)),
-        ("2.11.1+cpu", "2.15.0+cu132", ("version ends in +torch2.11,", BUILD)),
-        *((each, "2.14.0", ("install torch 2.14",)) for each in ("2.1.0", "2.10.2")),
-        ("3.11.0", "2.14.0", ("install torch 2.14", "newer gradferry")),
-    ],
-)
-def test_check_torch_advises_a_build_where_it_can_help(running, built_against, advice, monkeypatch):
-    monkeypatch.setattr(_compat, "OLDEST_TORCH", "2.11")
-    monkeypatch.setattr(_compat, "NEWEST_TORCH", "2.15")
+def test_check_torch_says_what_to_install():
     with pytest.raises(ImportError) as error:
-        check_torch(running, built_against)
+        check_torch("2.12.0+cpu", "2.11.0+cu130")
     message = str(error.value)
     assert "\n" not in message
-    assert f"built against torch {built_against} but runs with torch {running}: " in message
-    assert all(text in message for text in advice)
-    for text in (BUILD, "newer gradferry"):
-        assert (text in message) == (text in advice)
+    assert "built against torch 2.11.0+cu130 but runs with torch 2.12.0+cpu: " in message
+    for text in ("install torch 2.11;", _build_info.OLDEST_TORCH, "ends in +torch2.12,", BUILD):
+        assert text in message
 
 
 @pytest.mark.torch_core

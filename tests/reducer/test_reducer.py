@@ -262,25 +262,3 @@ def test_momentum_mode_takes_a_reducer_of_parameters() -> None:
     ((group,),) = seen
     assert group["lr"] == 3e-3 * math.sqrt((1 - 0.8) / (1 + 0.8))
     assert group["betas"] == (0.0, 0.999)
-
-
-# --- single tensors by name -----------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_all_reduce_by_name_is_a_reducer_of_one_tensor() -> None:
-    scenario = Scenario((Weight("t", (9000,)),), error_feedback="both", rules=(("*", "q4"),))
-    expected = reduce(scenario, make_reducer(scenario), range(3))
-    for step in (0, 1, 2, 0):
-        (tensor,) = given(scenario, step)
-        work = gradferry.all_reduce(tensor, "q4", name="t", async_op=step == 1)
-        if work is not None:
-            work.wait()
-        assert np.array_equal(tensor.numpy(), expected[step][0])
-        if step == 2:
-            gradferry.forget("t")  # and it begins anew
-    other = torch.full((3,), float(dist.get_rank()))
-    gradferry.all_reduce(other, "exact", name="other")
-    assert other.tolist() == [0.5] * 3
-    for name in ("t", "other"):
-        gradferry.forget(name)

@@ -13,16 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradferry import checkpoint
-from gradferry.core import agreement, content_file
+from gradferry.core import agreement
 from interleaving import Beside, run_with
 from on_ranks import of_all, on_ranks
 from outcomes import Outcome, attempt
 
 OVERTAKEN = "another save was completed there meanwhile"
-
-
-def traced() -> set[str]:
-    return {module.__file__ for module in (checkpoint, content_file)}
+TRACED = {checkpoint.__file__}
 
 
 def saving(folder: Path, version: int) -> Callable[[], None]:
@@ -33,8 +30,8 @@ def no_fsync(_: int) -> None:
     """For cases in which the order of calls counts. Disks are slow."""
 
 
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name.rsplit("-", 1)[0] for path in folder.iterdir())
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
 
 @on_ranks(1)
@@ -51,9 +48,9 @@ def test_kill_at_any_line_leaves_the_old_or_the_new_one_and_the_next_save_cleans
         versions.append(checkpoint.load(left)["version"])
         saving(left, 3)()
         assert checkpoint.load(left)["version"] == 3
-        assert names_in(left) == ["manifest.json", "rank-0"]
+        assert files_in(left) == ["latest.json", "rank-0.pt"]
 
-    run_with(traced(), look, saving(place, 2))
+    run_with(TRACED, look, saving(place, 2))
     assert versions == sorted(versions)
     assert set(versions) == {1, 2}
 
@@ -70,9 +67,9 @@ def save_beside(place: Path, begin: int, rest: int) -> tuple[Outcome, Outcome, A
 
     def start(line: int) -> None:
         if line == begin:
-            others.append(Beside(traced(), rest, lambda: save(3)))
+            others.append(Beside(TRACED, rest, lambda: save(3)))
 
-    run_with(traced(), start, lambda: save(2))
+    run_with(TRACED, start, lambda: save(2))
     for other in others:
         other.finish()
     return outcomes[2], outcomes[3], checkpoint.load(place)["version"]
@@ -86,13 +83,23 @@ NEVER = -1
 def test_of_two_saves_at_once_one_is_complete_and_the_other_one_too_or_raises(
     tmp_path: Path,
 ) -> None:
-    """A save begins at every line of another, and some pairs overlap. See `save_beside`."""
-    lines: list[int] = []
+    """A save begins at every line of another; or before the last line at which that one can fail,
+    and rests at every line; and some pairs. See `save_beside`.
+    """
+    lines, under_way = [], []
+
+    def look(line: int) -> None:
+        lines.append(line)
+        if any(tmp_path.glob("save-*.json")):
+            under_way.append(line)
+
     saving(tmp_path, 1)()
-    run_with(traced(), lines.append, saving(tmp_path, 1))
+    run_with(TRACED, look, saving(tmp_path, 1))
     rng, ends = random.Random(0), set()
     pairs = [(begin, NEVER) for begin in lines]
-    pairs += [(rng.choice(lines), rng.choice(lines)) for _ in range(80)]
+    # It removes one save more, in less than 20 lines.
+    pairs += [(under_way[-1], rest) for rest in range(len(lines) + 20)]
+    pairs += [(rng.choice(lines), rng.choice(lines)) for _ in range(40)]
     for pair in pairs:
         first, second, loaded = save_beside(tmp_path, *pair)
         done = [version for version, o in ((2, first), (3, second)) if o.error is None]
@@ -101,12 +108,12 @@ def test_of_two_saves_at_once_one_is_complete_and_the_other_one_too_or_raises(
             assert outcome.error in (None, "StateError"), (pair, outcome)
             assert outcome.error is None or OVERTAKEN in outcome.text
         saving(tmp_path, 4)()
-        assert names_in(tmp_path) == ["manifest.json", "rank-0"], pair
+        assert files_in(tmp_path) == ["latest.json", "rank-0.pt"], pair
         ends.add((len(done), loaded))
     assert ends == {(1, 2), (1, 3), (2, 2), (2, 3)}
 
 
-@pytest.mark.parametrize("place", [1, 2, 3])
+@pytest.mark.parametrize("place", [2, 3, 4])
 @on_ranks(2)
 def test_save_that_another_one_overtakes_raises_on_all_ranks(tmp_path: Path, place: int) -> None:
     """Another save of all ranks comes before one of the records that a save gathers."""
@@ -125,8 +132,8 @@ def test_save_that_another_one_overtakes_raises_on_all_ranks(tmp_path: Path, pla
         outcome = attempt(lambda: checkpoint.save(tmp_path, {"version": 2, "rank": rank}))
     dist.barrier()
     assert checkpoint.load(tmp_path) == {"version": 3, "rank": rank}
-    assert names_in(tmp_path) == ["manifest.json", "rank-0", "rank-1"]
-    # At the last place it was complete before the other one began.
-    assert outcome.error == ("StateError" if place < 3 else None)
-    assert place == 3 or OVERTAKEN in outcome.text
+    assert files_in(tmp_path) == ["latest.json", "rank-0.pt", "rank-1.pt"]
+    # Before the first it had not begun. At the last it was complete before the other one began.
+    assert outcome.error == ("StateError" if place < 4 else None)
+    assert place == 4 or OVERTAKEN in outcome.text
     assert of_all(outcome) == [outcome] * 2

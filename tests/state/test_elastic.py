@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from gradferry.ddp.state import bound_to
 from outcomes import Outcome, attempt
 from reducing import given, make_reducer, place_of, reduce
 from reference.engine import momentum_behind
-from residual_sums import aligned, assert_goes_on, reference_of, resize, still_missing, worker_mean
+from residual_sums import assert_goes_on, reference_of, resize, still_missing, worker_mean
 from saved import same
 from scenario import Run, Scenario, Weight
 from stepping import warned
@@ -368,7 +367,7 @@ def case_chosen(scenario: Scenario, saved: list[dict] | None) -> dict[str, Any]:
     return {"loaded": loaded, "gradients": gradients, "saved": run.state.state_dict()}
 
 
-def test_a_choice_passes_through_a_world_of_one(worlds: Worlds) -> None:
+def test_residuals_of_a_choice_pass_through_a_world_of_one(worlds: Worlds) -> None:
     auto = Scenario(WEIGHTS, 2, codec="auto")
     one = dataclasses.replace(auto, world_size=1)
     q4, q4_alone = (dataclasses.replace(each, codec="q4") for each in (auto, one))
@@ -379,7 +378,6 @@ def test_a_choice_passes_through_a_world_of_one(worlds: Worlds) -> None:
     want = one.gradient(1, 0, 0, 0) + held[0].astype(np.float32)
     assert alone["gradients"][0].tobytes() == want.tobytes()
     for state in (alone["loaded"], alone["saved"]):
-        assert state["choice"] == saved[0]["choice"]
         again = states(worlds(2).run(case_chosen, scenario=auto, saved=[state]), "loaded")
         assert again[0]["choice"]["codec"] == saved[0]["choice"]["codec"]
         assert np.array_equal(missing(again, q4), missing([state], q4_alone))
@@ -443,21 +441,16 @@ def assert_refused(worlds: Worlds, scenario: Scenario, cases: list[Case]) -> Non
             assert text is None or text in outcome.text
 
 
-def with_slot(state: dict, rank: int, **changes: Any) -> dict:
-    return {**state, f"slot_{rank}": {**state[f"slot_{rank}"], **changes}}
-
-
 def test_what_cannot_be_resized_is_refused(worlds: Worlds) -> None:
     two = states(go_on(worlds, scenario_on("q4", apart(2)), steps=range(2)))
-    stolen = with_slot(two[1], 1, owner_tiles=two[0]["slot_0"]["owner_tiles"])
+    stolen = {**two[1], "slot_1": {**two[0]["slot_0"]}}
     without_slots = {key: two[0][key] for key in two[0] if "slot" not in key}
     cases: list[Case] = [
         (two, "strict", "has world_size 2, this hook has 3"),
         (two[:1], "mean", "slot_1 is missing"),
         ([{**two[0], "steps": 5}, two[1]], "mean", "differ in steps: 5 and 2"),
         ([two[0], two[0]], "mean", "hold slot_0"),
-        ([two[0], stolen], "mean", "which another slot has, too"),
-        ([two[0], with_slot(two[1], 1, owner=torch.zeros(16))], "mean", "it was damaged"),
+        ([two[0], stolen], "mean", "slot_1 was damaged, or changed"),
         ([], "mean", "no state to merge"),
         (two, "fold", "takes what this rank itself saved"),
         ([without_slots], "fold", "takes what this rank itself saved"),
@@ -476,65 +469,22 @@ def test_what_cannot_be_resized_is_refused(worlds: Worlds) -> None:
     assert_refused(worlds, scenario_on("q4", apart(1)), alone)
 
 
-def test_what_lies_about_nodes_is_refused_by_name(worlds: Worlds) -> None:
+def test_states_of_other_nodes_are_refused_by_name(worlds: Worlds) -> None:
     scenario = scenario_on("q4", TWO_BY_TWO)
     saved, flat = (
         states(go_on(worlds, scenario_on("q4", members), steps=range(2)))
         for members in (TWO_BY_TWO, apart(4))
     )
-    tiles = saved[0]["slot_0"]["worker_tiles"]
-
-    def claiming(nodes: Any) -> list[dict]:
-        text = nodes if isinstance(nodes, str) else json.dumps(nodes)
-        return [{**state, "nodes": text} for state in saved]
-
-    def of_first(**changes: Any) -> list[dict]:
-        return [with_slot(saved[0], 0, **changes), *saved[1:]]
-
-    one_more = torch.cat([tiles, tiles[:1]])
-    unknown = torch.cat([tiles[:-1], torch.tensor([10**6])])
-    short = of_first(worker=saved[0]["slot_0"]["worker"][:16])
-    stolen = of_first(**{key: saved[1]["slot_1"][key] for key in ("worker", "worker_tiles")})
-    none = {key: torch.zeros(0, dtype=t.dtype) for key, t in saved[0]["slot_0"].items()}
-    last = saved[3]["slot_3"]
-    end = aligned(reference_of(scenario).layout.tiles[int(last["worker_tiles"][-1])].num_elements)
-    fewer = {"worker": last["worker"][:-end], "worker_tiles": last["worker_tiles"][:-1]}
-    lacking = [*saved[:3], with_slot(saved[3], 3, **fewer)]
-    lost = [with_slot(saved[0], 0, **none), saved[1], with_slot(saved[2], 2, **none), saved[3]]
-    no_nodes = ([[0, 1], [2]], [[2, 3], [0, 1]], [[0, 1, 2, 3], []], [[0, True], [2, 3]], "5")
+    claiming = [{**state, "nodes": "[[0, 2], [1, 3]]"} for state in saved]
     cases: list[Case] = [
-        (saved, "strict", "has nodes [[0, 1], [2, 3]], this hook has nodes [[0, 2], [1, 3]]"),
-        (flat, "strict", "has the flat exchange, this hook has nodes [[0, 2], [1, 3]]"),
+        (saved, "strict", "has nodes [[0, 1], [2, 3]], this hook has [[0, 2], [1, 3]]"),
+        (flat, "strict", "has nodes [[0], [1], [2], [3]], this hook has [[0, 2], [1, 3]]"),
         (saved[:3], "mean", "slot_3 is missing"),
         *((each[:1], "fold", "is for the flat exchange") for each in (saved, flat)),
-        *((claiming(nodes), "mean", "which do not say of 4 ranks") for nodes in no_nodes),
-        ([{**state, "nodes": None} for state in saved], "mean", "nodes None"),
-        ([{**state, "format": 2} for state in saved], "mean", "reads format 3"),
-        (
-            [{k: v for k, v in state.items() if k != "nodes"} for state in flat],
-            "mean",
-            "lacks nodes",
-        ),
-        (claiming([[0, 1, 2], [3]]), "mean", "the worker residual of tile 0, which another slot"),
-        (lacking, "mean", "other tiles on the node of ranks 2, 3 than on that of ranks 0, 1"),
-        (of_first(worker_tiles=one_more), "mean", "has the worker residual of a tile twice"),
-        (of_first(worker_tiles=unknown), "mean", "tile 1000000, which the model lacks"),
-        (of_first(worker_tiles=-tiles), "mean", "which the model lacks"),
-        (of_first(worker_tiles=tiles.float()), "mean", "is not a tensor of torch.int64"),
-        (of_first(worker_tiles=tiles[:-1]), "mean", "worker residuals for tiles of"),
-        (short, "mean", "slot_0 has 16 worker residuals for tiles of"),
-        (stolen, "mean", "slot_1 has the worker residual of tile 1, which another slot has, too"),
-        (lost, "mean", "lacks the worker residual of tile 0"),
+        *((claiming, policy, "it was damaged, or changed") for policy in ("strict", "mean")),
+        ([{**state, "format": 2} for state in saved], "mean", "reads format 4"),
     ]
     assert_refused(worlds, dataclasses.replace(scenario, nodes=CROSSED), cases)
-    # On the nodes that it says, what it says of its tiles must be what this hook has.
-    here = [(stolen, "strict"), (claiming([[0, 2], [1, 3]]), "strict"), (saved, "strict")]
-    answers = worlds(4).run(case_refused, scenario=scenario, attempts=here)
-    assert [a[0].error for a in answers] == ["StateError", None, None, None]
-    assert "slot_0 has the worker residuals of other tiles than this rank" in answers[0][0].text
-    assert [[o.error for o in a[1:]] for a in answers] == [["StateError", None]] * 4
-    lying: list[Case] = [(here[1][0], "strict", "")]
-    assert_refused(worlds, dataclasses.replace(scenario, nodes=CROSSED), lying)
 
 
 # --- torch.distributed.checkpoint -----------------------------------------------------------------

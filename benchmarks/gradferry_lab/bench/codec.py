@@ -115,7 +115,6 @@ def measure(
     options: DeviceOptions, timed: TimedDevice, on_case: Callable[[str], None]
 ) -> Iterator[Row]:
     """Rows, case by case; `on_case` hears what comes next. Raises ConfigError as load_kernels."""
-    device.expect_runnable(timed.device)
     device.load_kernels(timed.device.type)
     for name in options.codecs:
         for dtype in options.dtypes:

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from gradferry.core.device import driver_version, shown
 from gradferry.errors import ConfigError
 
 from gradferry_lab.output.json_file import environment, occasion
@@ -62,18 +61,13 @@ def _expect_gpu(wanted: str) -> None:
     if not torch.cuda.is_available():
         raise ConfigError(
             f"--device {wanted}: torch {torch.__version__} sees no GPU on this machine; run this "
-            "where there is one; `make bench` times the codecs of the CPU"
+            "where there is one; codec_bench of the build times the codecs of the CPU"
         )
 
 
 def _describe(place: torch.device) -> dict[str, Any]:
     """A GPU, for the JSON file."""
-    driver = driver_version()
-    return {
-        "gpu": torch.cuda.get_device_properties(place).name,
-        "cuda": torch.version.cuda,
-        "cuda driver": driver and shown(driver),
-    }
+    return {"gpu": torch.cuda.get_device_properties(place).name, "cuda": torch.version.cuda}
 
 
 def environment_on(device: str) -> dict[str, Any]:

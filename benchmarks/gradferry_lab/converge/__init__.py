@@ -16,8 +16,9 @@ from gradferry.errors import ConfigError
 from rich.console import Console
 
 from gradferry_lab import flags
+from gradferry_lab.bench.device_clock import environment_on
 from gradferry_lab.converge.results import Results
-from gradferry_lab.converge.suite import SUITES, Suite, select
+from gradferry_lab.converge.suite import SUITES, Suite, Training, select
 from gradferry_lab.converge.tables import (
     broken_demands,
     judge,
@@ -25,7 +26,7 @@ from gradferry_lab.converge.tables import (
     write_markdown,
 )
 from gradferry_lab.converge.worlds import run_trainings
-from gradferry_lab.output.json_file import environment, occasion, read_json, save_rows
+from gradferry_lab.output.json_file import read_json, save_rows
 from gradferry_lab.output.progress import StatusLine
 from gradferry_lab.output.table import print_line, print_table
 from gradferry_lab.ranks.place import add_device
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("quick", "fewer trainings, shorter and with wider bands: minutes (default)"),
         ("full", "all trainings under DDP: about an hour on two cores"),
         ("sharded", "trainings of models that FSDP2 shards: about an hour on two cores"),
-        ("large", "a model of ten million parameters: a day on two cores, half an hour on a GPU"),
+        ("large", "models of 11 and 124 million parameters, for a machine with a GPU"),
     ):
         size.add_argument(
             f"--{name}", dest="suite", action="store_const", const=name, default="quick", help=what
@@ -84,6 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_wide(parser)
     flags.add_json(parser)
     parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="rows that --json's file has already stay, from whichever machine, and are not "
+        "trained again",
+    )
+    parser.add_argument(
         "--markdown",
         type=Path,
         metavar="FILE",
@@ -95,18 +102,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains what is not there yet, then reports. 1 when a demand is not met, else 0."""
     console = Console()
     if arguments.source:
-        flags.refuse(
-            arguments, ["worlds", "out", "device", "minutes"], "beside --from, which trains nothing"
-        )
+        meaningless = ["worlds", "out", "device", "minutes", "keep"]
+        flags.refuse(arguments, meaningless, "beside --from, which trains nothing")
         document = read_json(arguments.source)
         rows, place = document["rows"], document["environment"]
         suite = _suite_of(rows, arguments.source)
     else:
-        place = environment() | occasion()
         suite = SUITES[arguments.suite]
     suite = select(suite, arguments.tasks, arguments.codecs, arguments.optimizers)
     if not arguments.source:
-        rows = _train(console, suite, arguments)
+        rows, place = _train(console, suite, arguments)
     outcomes = judge(suite, rows)
     for outcome in outcomes:
         console.print()
@@ -124,28 +129,49 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _train(
     console: Console, suite: Suite, arguments: argparse.Namespace
-) -> list[Mapping[str, Any]]:
-    """Rows of all trainings, in the suite's order."""
+) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+    """Rows of all trainings, in the suite's order, and rows that are kept; their environment."""
     flags.require_at_least(1, arguments, "worlds")
     flags.require_more_than_zero("--minutes", [arguments.minutes])
+    kept, before = _kept(suite, arguments.json) if arguments.keep else ([], {})
+    place: dict[str, Any] = environment_on(arguments.device)
+    versions = {key: value for key, value in place.items() if key not in ("date", "command")}
     folder = arguments.out / suite.name
     sources = {contest.task: load_task(contest.task).source for contest in suite.contests}
-    results = Results(folder, environment(), sources)
+    results = Results(folder, versions, sources)
+
+    def find(training: Training) -> Mapping[str, Any] | None:
+        facts = {"device": "cpu", "source": sources[training.task], **training.facts()}.items()
+        same = (row for row in kept if {"device": "cpu", **row}.items() >= facts)
+        return next(same, results.find(training))
+
     trainings = list(suite.trainings(arguments.device))
-    missing = [training for training in trainings if results.find(training) is None]
+    missing = [training for training in trainings if find(training) is None]
     if len(missing) < len(trainings):
-        found = len(trainings) - len(missing)
-        print_line(console, f"{found} of {len(trainings)} trainings are in {folder} already.")
+        found, where = len(trainings) - len(missing), arguments.json if kept else folder
+        print_line(console, f"{found} of {len(trainings)} trainings are in {where} already.")
     if missing:
         print_line(console, f"{len(missing)} trainings, {arguments.worlds} at a time.")
     deadline = time.time() + 60 * arguments.minutes
     with StatusLine(console) as status:
         run_trainings(missing, arguments.worlds, results, status, deadline)
-    rows = [row for row in map(results.find, trainings) if row is not None]
+    rows = [row for row in map(find, trainings) if row is not None]
     if len(rows) < len(trainings):
         left = len(trainings) - len(rows)
         print_line(console, f"{left} trainings are left: the same command goes on with them.")
-    return rows
+    rows += [row for row in kept if row not in rows]
+    for key in before:  # every value once
+        now = str(place.get(key, before[key])) if len(rows) > len(kept) else ""
+        place[key] = "; ".join(filter(None, dict.fromkeys([*str(before[key]).split("; "), now])))
+    return rows, place
+
+
+def _kept(suite: Suite, path: Path | None) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
+    if path is None:
+        raise ConfigError("--keep keeps rows of a file; name it with --json FILE")
+    document = read_json(path)
+    _suite_of([{"suite": suite.name, "source": ""}, *document["rows"]], path)
+    return document["rows"], document["environment"]
 
 
 def _suite_of(rows: Sequence[Mapping[str, Any]], path: Path) -> Suite:

@@ -10,11 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gradferry.core.content_file import durable_file
-
 from gradferry_lab.converge.suite import Training
 from gradferry_lab.flags import make_folder
-from gradferry_lab.output.table import Row
+from gradferry_lab.output.table import Row, replace_file
 from gradferry_lab.workloads.training import Progress
 
 
@@ -43,8 +41,7 @@ class Results:
 
     def add(self, training: Training, row: Row) -> None:
         """Writes a row to a file, atomically, and removes what was saved on the way to it."""
-        with durable_file(self._path(training)) as file:
-            file.write(json.dumps(self._document(training, row)).encode())
+        replace_file(self._path(training), json.dumps(self._document(training, row)))
         shutil.rmtree(self._path(training).with_suffix(".saved"), ignore_errors=True)
 
     def progress(self, training: Training, deadline: float) -> Progress:

@@ -266,15 +266,13 @@ def _judged(contest: Contest) -> Contest:
     return replace(contest, contestants=(ruler, *(one for one in others if one.demand)))
 
 
-_TEXT_ADAM = (
-    *_adam(0.003, 0.02, 0.06),
-    *_whole_run(Near(0.01, ratio=15)),
-    *_warmed_up(Near(0.02, ratio=9), Near(0.06, ratio=10)),
-)
-_VISION_ADAM = (
-    *_adam(0.003, 0.02, 0.06),
-    *_whole_run(Near(0.02, ratio=20)),
-    *_warmed_up(Near(0.02, ratio=9), Near(0.06, ratio=10)),
+_TEXT_ADAM, _VISION_ADAM = (
+    (
+        *_adam(0.003, 0.02, 0.06),
+        *_whole_run(sign1),
+        *_warmed_up(Near(0.02, ratio=9), Near(0.06, ratio=10)),
+    )
+    for sign1 in (Near(0.01, ratio=15), Near(0.02, ratio=20))
 )
 _SGD = _sgd(0.003, 0.06)
 
@@ -326,7 +324,7 @@ SHARDED = Suite(
 )
 
 
-# A larger model than the bands were found with: reported, not judged.
+# Larger models than the bands were found with: reported, not judged.
 _AT_SCALE = (
     Contestant("AdamW", RULER, DENSE),
     Contestant("AdamW", "q4", "both"),
@@ -337,7 +335,10 @@ _AT_SCALE = (
 )
 LARGE = Suite(
     name="large",
-    contests=(Contest("text_10m", 2000, 3.6, _AT_SCALE, ruler_seeds=2, seeds=2),),
+    contests=(
+        Contest("text_10m", 2000, 3.6, _AT_SCALE, ruler_seeds=2, seeds=2),
+        Contest("gpt2_small", 300, 80.0, _AT_SCALE[:-1], ruler_seeds=1, seeds=1, num_ranks=2),
+    ),
     sigmas=2,
 )
 

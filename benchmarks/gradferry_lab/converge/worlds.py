@@ -63,7 +63,7 @@ def run_trainings(
         text = f"{len(finished)}/{len(trainings)} {training.title}: {news:.0%}"
         status(Doing(text, done / whole))
 
-    for num_ranks in sorted({training.num_ranks for training in trainings}):
+    for num_ranks in dict.fromkeys(training.num_ranks for training in trainings):
         alike = [training for training in trainings if training.num_ranks == num_ranks]
         hands = [hand for hand in deal(alike, num_worlds) if hand]
         arguments = [(world, hand, results, deadline) for world, hand in enumerate(hands)]

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from gradferry import _native
 from gradferry._build_info import GRADFERRY_VERSION
-from gradferry.core.content_file import durable_file
 from gradferry.errors import ConfigError
 from rich.console import Console
 
-from gradferry_lab.output.table import print_line
+from gradferry_lab.output.table import print_line, replace_file
 
 SCHEMA = 1
 
@@ -45,8 +44,7 @@ def write_json(
         f'{{\n"schema": {SCHEMA},\n"results_of": {json.dumps(results_of)},\n'
         f'"environment": {head},\n"rows": [\n{lines}\n]\n}}\n'
     )
-    with durable_file(path) as file:
-        file.write(text.encode())
+    replace_file(path, text)
 
 
 def save_rows(

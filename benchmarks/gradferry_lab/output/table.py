@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gradferry.core.content_file import durable_file
 from gradferry.errors import ConfigError
 from rich import box
 from rich.console import Console
@@ -164,8 +163,14 @@ def replace_section(path: Path, name: str, content: str) -> None:
             f"{path} has no place for results: it needs the lines {begin.strip()!r} and "
             f"{end.strip()!r}"
         )
-    with durable_file(path) as file:
-        file.write(f"{head}{begin}\n{content.strip()}\n\n{end}{tail}".encode())
+    replace_file(path, f"{head}{begin}\n{content.strip()}\n\n{end}{tail}")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """A kill leaves the old file or the new one."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
 
 
 def _cell(text: str) -> str:

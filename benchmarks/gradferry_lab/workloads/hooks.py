@@ -27,8 +27,9 @@ from gradferry.core.engine import planned_bytes
 from gradferry.core.names import closest
 from gradferry.core.nodes import AUTO as FOUND_NODES
 from gradferry.ddp.attach import attach
-from gradferry.ddp.auto import chosen_by
+from gradferry.ddp.auto import candidates, first_trial
 from gradferry.ddp.model import reduced_parameters
+from gradferry.ddp.trial import COUNTED_STEPS, MOST_TURNS, SETTLING_STEPS
 from gradferry.diagnosis import TORCH_DTYPES
 from gradferry.errors import ConfigError
 from torch import nn
@@ -239,6 +240,16 @@ def steps_until_steady(name: str) -> int:
     if name.partition("+")[0] != AUTO:
         return COMPRESS_FROM + 1
     return chosen_by(make_config(*codec_options(name, COMPRESS_FROM))) + 1
+
+
+def chosen_by(config: Config) -> int:
+    """The step, counted from 0, that begins with the first choice of `auto` at the latest, if every
+    parameter is used and every mean is finite.
+    """
+    # There may be two exchanges; passing through is the same in both.
+    turns = MOST_TURNS * sum(1 + each.needs_memory for each in candidates(config, []))
+    delivering = turns + 1  # one before each turn, and before the one that is chosen
+    return first_trial(config) + turns * (SETTLING_STEPS + COUNTED_STEPS) + delivering
 
 
 def apply_hook(ddp: DistributedDataParallel, name: str, how: How = How()) -> HookHandle:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gradferry.core.names import closest
-from gradferry.diagnosis import batch_loss, misfit
+from gradferry.diagnosis import batch_loss
 from gradferry.errors import ConfigError
 from torch import nn
 
@@ -110,10 +111,11 @@ def _find_function(name: str) -> Callable[[], Any]:
         ) from error
     if not callable(function):
         raise ConfigError(f"--model {name}: {function_name} cannot be called")
-    mismatch = misfit(function)
-    if mismatch is not None:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
         raise ConfigError(
             f"--model {name}: {function_name} must be a function without arguments that returns "
-            f"(model, batch_fn), but: {mismatch}"
-        )
+            f"(model, batch_fn), but: {error}"
+        ) from error
     return function  # type: ignore[no-any-return]

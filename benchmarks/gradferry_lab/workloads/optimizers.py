@@ -92,7 +92,7 @@ class _Muon(torch.optim.Optimizer):
         named = [(f".{name}", each) for name, each in model.named_parameters()]
         hidden = [each for name, each in named if ".blocks." in name and each.dim() == 2]
         if not hidden:
-            raise ConfigError("Muon is for the tasks text, tiny_text and text_10m")
+            raise ConfigError("Muon is for the tasks text, tiny_text, text_10m and gpt2_small")
         rest = [each for _, each in named if not any(each is matrix for matrix in hidden)]
         adamw = torch.optim.AdamW(rest, lr=adamw_rate, betas=BETAS, weight_decay=_WEIGHT_DECAY)
         own_momentum: dict[str, Any] = {}

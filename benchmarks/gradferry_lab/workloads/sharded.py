@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gradferry import fsdp
-from gradferry.fsdp.hooks import InOwnMemory
 from gradferry.fsdp.model import sharded_modules
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -130,7 +129,14 @@ class _Handle(HookHandle):
         return [sum(of_rank) for of_rank in zip([0] * len(hosts), *sent, strict=True)]
 
 
-class _OwnGradients(InOwnMemory):
+class _InOwnMemory:
+    """What FSDP2 asks of a custom collective beside the call."""
+
+    def allocate(self, size: Sequence[int], **options: Any) -> torch.Tensor:
+        return torch.empty(*size, **options)
+
+
+class _OwnGradients(_InOwnMemory):
     """In place of FSDP2's reduce-scatter: every rank keeps its part of its own gradients."""
 
     def __call__(
@@ -144,7 +150,7 @@ class _OwnGradients(InOwnMemory):
         output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
 
 
-class _OwnParameters(InOwnMemory):
+class _OwnParameters(_InOwnMemory):
     """In place of FSDP2's all-gather: every rank takes its own shards for those of the others."""
 
     def __call__(

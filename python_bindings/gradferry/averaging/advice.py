@@ -20,16 +20,12 @@ from gradferry.core.parameters import ParameterLayout
 from gradferry.core.warn import warn
 from gradferry.errors import ConfigError
 
-SMALL_MESSAGE = 8192
-COSTLY_MESSAGES = "Messages below 8 KB cost more than their bytes"
-_FEW_RANKS = 8  # so few messages in a bucket cost little, however short
-
 OVERLAPPED_ZERO = (
-    "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not go with gradferry: it steps in a "
-    "communication hook, inside backward and before ranks know that every bucket has arrived; "
-    "build it without overlap_with_ddp, and call its step() after backward"
+    "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps in a communication hook of its own, "
+    "inside the backward pass, and not here: build it without overlap_with_ddp"
 )
-
+_SMALL_MESSAGE = 8192  # bytes
+_FEW_RANKS = 8  # so few messages in a bucket cost little, however short
 _FOR_ANOTHER_HOOK = (
     "{} was set up by momentum_mode() for another hook than the one that delivers its gradients: "
     "it steps without a momentum of its own, at the rate for the momentum of that hook. Call "
@@ -45,9 +41,6 @@ def watch_optimizer(running: Running) -> None:
     DistributedDataParallel. In momentum mode it is one with its own momentum, unless its class has
     the attribute ``takes_momentum = True``, which means that it expects momentum instead of
     gradients. Else it is Adam with a codec below 3 bits and a worker residual.
-
-    A ZeroRedundancyOptimizer that steps in a communication hook only, and so has done nothing, gets
-    a ConfigError.
     """
     weak = weakref.ref(running)  # the model may outlive its hook
     judged = weakref.WeakSet[Optimizer]()
@@ -56,7 +49,7 @@ def watch_optimizer(running: Running) -> None:
         running = weak()
         if running is None or optimizer in judged:
             return
-        if getattr(optimizer, "_overlap_with_ddp", False):
+        if getattr(optimizer, "_overlap_with_ddp", False):  # and so has done nothing
             raise ConfigError(OVERLAPPED_ZERO)
         judged.add(optimizer)
         if text := _unsuited(running, optimizer):
@@ -154,18 +147,17 @@ def warn_about_messages(running: Running, bucket_bytes: int) -> None:
     """Warns if so many ranks share a bucket of DDP's that messages are short."""
     parameters, ranks = running.parameters, running.world_size
     whole = sum(each.num_elements * each.dtype.itemsize for each in parameters)
-    if not running.transport.exchanges or ranks <= _FEW_RANKS or whole < bucket_bytes:
-        return
     sent = sum(each.num_elements * each.codec.bits(each.dtype) / 8 for each in parameters)
-    message = sent * bucket_bytes / whole / ranks
-    if message >= SMALL_MESSAGE:
+    message = sent * bucket_bytes / max(whole, 1) / ranks
+    is_cheap = ranks <= _FEW_RANKS or whole < bucket_bytes or not running.transport.exchanges
+    if is_cheap or message >= _SMALL_MESSAGE:
         return
-    fewer = ", or attach with nodes=, which sends fewer" if running.exchange.nodes.is_flat else ""
+    fewer = ", or give nodes=" if running.exchange.nodes.is_flat else ""
     warn(
-        f"{COSTLY_MESSAGES}, and {running.codec_asked_for!r} sends messages of about "
-        f"{message:,.0f} bytes: {ranks} ranks share every bucket of {bucket_bytes / 2**20:g} MiB. "
-        f"Build DistributedDataParallel with bucket_cap_mb="
-        f"{math.ceil(bucket_bytes / 2**20 * SMALL_MESSAGE / message)}{fewer}"
+        f"messages of {running.codec_asked_for!r} have about {message:,.0f} bytes, since {ranks} "
+        f"ranks share every bucket of {bucket_bytes / 2**20:g} MiB; below 8 KB they cost more than "
+        "their bytes: build DistributedDataParallel with bucket_cap_mb="
+        f"{math.ceil(bucket_bytes / 2**20 * _SMALL_MESSAGE / message)}{fewer}"
     )
 
 

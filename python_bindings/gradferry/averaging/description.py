@@ -80,14 +80,14 @@ def describe(running: Running, stats: Stats) -> str:
         f"{stats['workspace_bytes'] / 2**20:.1f} of at most {config.workspace_cap_bytes / 2**20:g} "
         f"MiB, {running.engine.workspace()['slots']} chunks in flight"
     )
-    # In other steps, such as those of a trial of "off", buckets pass through, which nothing times.
-    steps = running.engine_steps()
+    steps, passed = stats["steps"], stats["fallbacks"]
     if steps and stats["wire_bytes"]:
-        passed = ", without buckets that passed through" if stats["fallbacks"] else ""
         lines.append(
             f"  mean of {steps} steps: {stats['wire_bytes'] / steps:,.0f} bytes sent, "
             f"{stats['ratio']:.2f} times fewer than uncompressed, "
-            f"{stats['exposed_ms'] / steps:.1f} ms exposed{passed}"
+            f"{stats['exposed_ms'] / steps:.1f} ms exposed"
+            # As in a trial of "off"; their bytes are not counted.
+            + (f"; {passed} buckets passed through" if passed else "")
         )
     return "\n".join(lines)
 

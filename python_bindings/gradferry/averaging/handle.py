@@ -44,7 +44,7 @@ class Averaging(ABC):
         """What a notebook shows: the text of ``print()``."""
         return f"<pre>{escape(str(self))}</pre>"
 
-    def _engine_at_rest(self, what: str) -> _native.BucketEngine | None:
+    def _engine_at_rest(self) -> _native.BucketEngine | None:
         """The engine, if any, for what is done between steps. It checks that itself."""
         return self._running.engine
 
@@ -115,10 +115,9 @@ class Averaging(ABC):
     def _loading(self) -> Iterator[None]:
         """Keeps the numbers of steps taken while a loaded state moves the count of the training."""
         running = self._running
-        taken, by_engines = self._total_steps() - running.steps_before, running.engine_steps()
+        taken = self._total_steps() - running.steps_before
         yield
         running.steps_before = self._total_steps() - taken
-        running.engine_before += running.engine_steps() - by_engines
 
     def stats(self) -> Stats:
         """Counters of this rank. Unless a key says otherwise it is a sum since the hook was
@@ -251,6 +250,6 @@ class Averaging(ABC):
         is_number = isinstance(factor, numbers.Real) and not isinstance(factor, bool)
         if not is_number or not abs(factor) <= torch.finfo(torch.float32).max:
             raise ConfigError(f"factor={factor!r} must be a number that is finite in fp32")
-        engine = self._engine_at_rest("scale residuals")
+        engine = self._engine_at_rest()
         if engine is not None:
             engine.scale_residuals(factor)

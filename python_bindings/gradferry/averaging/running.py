@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +29,10 @@ from gradferry.averaging.tiles import (
 from gradferry.core.agreement import (
     Record,
     losing_names_ranks,
-    next_on_all_ranks,
     on_all_ranks,
     record_hash,
     rendezvous_place,
+    value_on_all_ranks,
 )
 from gradferry.core.codec_spec import AUTO, CodecSpec
 from gradferry.core.config import EXACT, Config
@@ -68,11 +69,8 @@ class Running:
         of_parts: whether what is averaged are parts of the tensors in `index`.
         engine: None if every bucket passes through.
         retired: sums of the counters of earlier engines.
-        retired_steps: how many steps these took.
         switches: number of changes of the codec.
         steps_before: steps of the training that were not taken here but before a loaded state.
-        engine_before: steps of the training that the engine did not take: those of `steps_before`,
-            of earlier engines, and without an engine.
         delivers: whether the engine sends gradients as they are, with all residuals.
         nonce: of the engine, as ranks agreed on it.
     """
@@ -93,10 +91,8 @@ class Running:
     of_parts: bool = False
     engine: _native.BucketEngine | None = None
     retired: Counter[str] = field(default_factory=Counter)
-    retired_steps: int = 0
     switches: int = 0
     steps_before: int = 0
-    engine_before: int = 0
     delivers: bool = False
     nonce: str = ""
     _to_deliver: tuple[torch.Tensor, torch.Tensor] | None = None  # residuals when that began
@@ -230,19 +226,6 @@ class Running:
         config = replace(self.config, codec=codec or self.config.codec)
         return [config.momentum_share(parameter.codec) for parameter in self._described(config)]
 
-    def residuals_in(
-        self, world_size: int, *, codec: CodecSpec | None = None
-    ) -> list[tuple[bool, bool]]:
-        """`ParameterLayout.residuals` of each parameter in a world of that size.
-
-        Args:
-            world_size: number of ranks.
-            codec: replaces the configured one if given.
-        """
-        config = replace(self.config, codec=codec or self.config.codec)
-        described = under(config, self.parameters, exchanges=world_size != 1)
-        return [parameter.residuals for parameter in described]
-
     def tensors(self) -> list[torch.Tensor]:
         """The registered tensors themselves, in order."""
         return sorted(self.index, key=self.index.__getitem__)
@@ -251,12 +234,6 @@ class Running:
         """The counters of the engine, plus those of earlier engines."""
         now = step_numbers.zeros() if self.engine is None else self.engine.stats()
         return now | {key: now[key] + count for key, count in self.retired.items()}
-
-    def engine_steps(self) -> int:
-        """Steps that engines took here: all but those that passed through."""
-        if self.engine is None:
-            return self.retired_steps
-        return self.retired_steps + int(self.engine.stats()["steps"]) - self.engine_before
 
     def switch(
         self,
@@ -293,13 +270,11 @@ class Running:
             counted = old.engine.stats()
             sums = {key: counted[key] for key in step_numbers.CONTINUED if key in counted}
             self.retired = old.retired + Counter(sums)
-            self.retired_steps = old.engine_steps()
         self.config = replace(old.config, codec=codec)
         self.exchange = exchange or old.exchange
         self.parameters = tuple(self._described(self.config))
         self.switches += 1
         self.delivers = delivers
-        self.engine_before = step
         moving: Iterator[torch.Tensor] = iter(())
 
         def begin() -> None:
@@ -310,7 +285,8 @@ class Running:
 
         try:
             on_all_ranks(begin, group, device)
-            while (whole := next_on_all_ranks(moving, group, device)) is not None:
+            go_on = partial(next, moving, None)
+            while (whole := value_on_all_ranks(go_on, group, device)) is not None:
                 with losing_names_ranks(group):
                     dist.all_reduce(whole, group=group)
         except GradferryError:
@@ -340,8 +316,7 @@ class Running:
             if not self.config.holds_gradients(step):
                 was = old.momentum_shares(exchanges=self.transport.exchanges)
                 now = self.momentum_shares(exchanges=self.transport.exchanges)
-                factors = [new / before for new, before in zip(now, was, strict=True)]
-                rescale(worker, owner, self.tiles(), factors)
+                rescale(worker, owner, self.tiles(), was, now)
         engine.load_state(
             steps=step, worker_residual=worker, owner_residual=owner, loss_scale=scale
         )
@@ -442,11 +417,6 @@ def propose(
         ConfigError: a parameter's device or dtype has no codec, or parameters are on several
             devices; or the loss scale is on another one, or not positive and finite.
     """
-    for name, _ in named:
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(f"{name!r} is no name in UTF-8 ({error.reason}); rename it") from None
     scale = loss_scale(config, place)
     if scale is not None and scale.device != place:
         raise ConfigError(

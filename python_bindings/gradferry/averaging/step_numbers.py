@@ -1,7 +1,7 @@
 """Callbacks after optimizer steps, and the numbers of single steps, which they end.
 
 DDP's own callbacks run before gradients are complete, and a forward hook would miss the last step.
-`Averaging.stats` explains the numbers.
+docs/guide/numbers.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container
 from functools import cache
-from typing import Any, TypedDict, get_type_hints
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import NotRequired, TypedDict, get_type_hints
 
 # Keys of stats() that are sums over steps; their increase is the number of one step.
 SUMS = (
@@ -38,8 +39,8 @@ RATIOS = ("worker_residual_ratio", "owner_residual_ratio")
 
 def zeros() -> dict[str, Any]:
     """The counters of an engine that has done nothing."""
-    of_states = ("total_steps", "ratio", "fallbacks", "choice")
-    return {key: kind() for key, kind in get_type_hints(_Counters).items() if key not in of_states}
+    of_states = ("total_steps", "ratio", "fallbacks", "choice", "packing_bytes", "exchanges")
+    return {key: kind() for key, kind in get_type_hints(Stats).items() if key not in of_states}
 
 
 def ratio(ring_bytes: float, wire_bytes: int) -> float:
@@ -47,21 +48,22 @@ def ratio(ring_bytes: float, wire_bytes: int) -> float:
     return ring_bytes / wire_bytes if wire_bytes else 0.0
 
 
-class _Chosen(TypedDict):
+class Choice(TypedDict):
+    """The entry ``choice`` of `Stats`; the last three keys with ``codec="auto"`` only."""
+
     codec: str
     exchange: str
     reason: str
+    step: NotRequired[int]
+    next_check: NotRequired[int]
+    measured_ms: NotRequired[dict[str, float]]
 
 
-class Choice(_Chosen, total=False):
-    """The entry ``choice`` of `Stats`; the last three keys with ``codec="auto"`` only."""
+class Stats(TypedDict):
+    """What ``stats()`` of a `HookState`, a `Reducer` or a `fsdp.ShardedState` returns.
+    docs/guide/numbers.md explains the keys.
+    """
 
-    step: int
-    next_check: int
-    measured_ms: dict[str, float]
-
-
-class _Counters(TypedDict):
     steps: int
     total_steps: int
     buckets: int
@@ -85,15 +87,8 @@ class _Counters(TypedDict):
     owner_residual_ratio: float
     choice: Choice
     step_buckets: list[list[int]]
-
-
-class Stats(_Counters, total=False):
-    """What ``stats()`` of a `HookState`, a `Reducer` or a `fsdp.ShardedState` returns: a dict, each
-    key of which is explained there.
-    """
-
-    packing_bytes: int  # of a Reducer
-    exchanges: dict[str, dict[str, Any]]  # of a fsdp.ShardedState
+    packing_bytes: NotRequired[int]  # of a Reducer
+    exchanges: NotRequired[dict[str, dict[str, Any]]]  # of a fsdp.ShardedState
 
 
 # Index, owner, callback.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
+import io
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from gradferry.errors import (
 )
 
 Record = dict[str, Any]
+Value = TypeVar("Value")
 # What a record may say that a rank has raised, by name.
 _KINDS = {
     name: kind
@@ -253,15 +254,44 @@ def on_all_ranks(
     return records
 
 
-def next_on_all_ranks(
-    values: Iterator[torch.Tensor], group: dist.ProcessGroup, device: torch.device
-) -> torch.Tensor | None:
-    """The next value, None after the last; an error of one rank's iterator is raised on all.
-    Collective, arguments as for `on_all_ranks`.
+def value_on_all_ranks(
+    act: Callable[[], Value], group: dist.ProcessGroup, device: torch.device
+) -> Value:
+    """What `act` returned on this rank, once it has on all. Collective, as `on_all_ranks`."""
+    found: list[Value] = []
+    on_all_ranks(lambda: found.append(act()), group, device)
+    return found[0]
+
+
+def content_of(content: object, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What the rank `source` of the group passes here, with tensors on the CPU. An error of one
+    rank is raised on all. Collective.
+
+    Args:
+        content: of that rank: what `torch.load` takes with ``weights_only``, so that no rank runs
+            what another one sends.
+        source: rank in the group.
+        group: of the ranks.
+        device: as for `gather_records`.
     """
-    found: list[torch.Tensor] = []
-    on_all_ranks(lambda: found.extend(itertools.islice(values, 1)), group, device)
-    return found[0] if found else None
+    file = io.BytesIO()
+
+    def pack() -> Record:
+        if group.rank() == source:
+            torch.save(content, file)
+        return {"bytes": len(file.getbuffer())}
+
+    size = on_all_ranks(pack, group, device)[source].get("bytes")
+    if type(size) is not int or not 0 < size < 1 << 40:
+        raise ProtocolError(f"a rank announced a content of {size} bytes")
+    packed = bytearray(file.getvalue() or size)
+    message = torch.frombuffer(packed, dtype=torch.uint8).to(rendezvous_place(group, device))
+    with losing_names_ranks(group):
+        wait_or_hear(group.broadcast(message, source), group)
+    received = io.BytesIO(message.cpu().numpy().tobytes())
+    return value_on_all_ranks(
+        lambda: torch.load(received, map_location="cpu", weights_only=True), group, device
+    )
 
 
 def raise_first_error(records: list[Record], group: dist.ProcessGroup) -> None:

@@ -145,11 +145,6 @@ class Config:
         """
         return self.momentum != 0 and self.compressed_warmup and step < self.warmup_steps
 
-    @property
-    def needs_every_bucket(self) -> bool:
-        """Whether no bucket may pass through; buckets of sparse gradients would."""
-        return self.momentum != 0
-
     def residuals_of(self, codec: CodecSpec) -> tuple[bool, bool]:
         """Whether parameters with this codec keep a (worker, owner) residual.
 

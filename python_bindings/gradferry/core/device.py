@@ -1,19 +1,12 @@
-"""Devices other than the CPU: their kernels, where these run, and how bytes are sent.
-
-Machine code for compute capability X.Y runs on X.Z with Z >= Y. PTX for X.Y runs on X.Y and all
-newer ones: the driver translates it, which takes up to a minute and a driver that is not older than
-the toolkit. Any driver of the toolkit's major version runs machine code (CUDA C++ Programming
-Guide, "Feature Availability").
-"""
+"""Devices other than the CPU: their kernels, and how bytes are sent."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.util
 import os
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +16,7 @@ from gradferry import _build_info, _native
 from gradferry.core.agreement import no_backend, on_all_ranks
 from gradferry.core.config import Config
 from gradferry.core.rendezvous import is_known
-from gradferry.errors import ConfigError
+from gradferry.errors import ConfigError, StateError
 
 # For tests: a world of one exchanges with itself, so that a single device runs the whole path.
 EXCHANGE_WHEN_ALONE = False
@@ -79,20 +72,23 @@ def load_kernels(device_type: str) -> None:
     _loaded = device_type
 
 
-def expect_runnable(place: torch.device) -> None:
-    """Checks that the kernels of this installation run on a device.
-
-    Raises:
-        ConfigError: its GPU, or the driver, is too old for them.
+@contextmanager
+def explaining_refusal(place: torch.device) -> Iterator[None]:
+    """Makes a ConfigError of what CUDA says of kernels that do not run, such as "no kernel image is
+    available for execution on the device", with what they are for.
     """
-    build = this_build() if place.type == "cuda" else None
-    if build is None:
-        return
-    capability = torch.cuda.get_device_capability(place)
-    gpu = f"{place} ({torch.cuda.get_device_name(place)})"
-    reason = why_not(build, driver_version(), capability, gpu)
-    if reason is not None:
-        raise ConfigError(reason)
+    try:
+        yield
+    except StateError as error:
+        if place.type != "cuda":
+            raise
+        major, minor = torch.cuda.get_device_capability(place)
+        raise ConfigError(
+            f"{error}. gradferry's kernels are by {_build_info.CUDA_COMPILER} for "
+            f"{_build_info.CUDA_ARCHITECTURES}, and {place} is {torch.cuda.get_device_name(place)} "
+            f"of compute capability {major}.{minor}: if it is these that do not fit, update the "
+            f"NVIDIA driver, or install gradferry again with CUDAARCHS={major}{minor} set"
+        ) from error
 
 
 def starts_in_order(device: torch.device) -> bool:
@@ -191,114 +187,7 @@ def agreed_transport(device: torch.device, group: dist.ProcessGroup) -> Transpor
     def check() -> None:
         if device.type != CPU.type:
             load_kernels(device.type)
-            expect_runnable(device)
         expect_no_blocking(transport_of(device, group))
 
     on_all_ranks(check, group, device)
     return transport_of(device, group)
-
-
-Version = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class CudaBuild:
-    """What a build was made with and for.
-
-    Attributes:
-        toolkit: version of CUDA.
-        machine_code: compute capabilities that it holds machine code for.
-        ptx: those that it holds PTX for.
-    """
-
-    toolkit: Version
-    machine_code: tuple[Version, ...]
-    ptx: tuple[Version, ...]
-
-    def has_machine_code(self, capability: Version) -> bool:
-        """Whether a GPU runs the kernels as they are."""
-        major, minor = capability
-        return any(has == major and least <= minor for has, least in self.machine_code)
-
-    def __str__(self) -> str:
-        held = [f"machine code for {shown(*self.machine_code)}"] if self.machine_code else []
-        held += [f"PTX for {shown(*self.ptx)} and newer"] if self.ptx else []
-        return " and ".join(held)
-
-
-def parse_build(compiler: str, architectures: str) -> CudaBuild | None:
-    """The build as CMake describes it; None without kernels, or for words that are no numbers, such
-    as the "90a" of code for one GPU alone.
-
-    Args:
-        compiler: such as ``"nvcc 13.0.88"``; empty without kernels.
-        architectures: of CMAKE_CUDA_ARCHITECTURES, such as ``"80-real 90"``: ``-real`` is machine
-            code alone, ``-virtual`` PTX alone, without either it is both.
-    """
-    toolkit = re.fullmatch(r"nvcc (\d+)\.(\d+).*", compiler)
-    found = [re.fullmatch(r"(\d+)(\d)(-real|-virtual)?", a) for a in architectures.split()]
-    if toolkit is None or not found or not all(found):
-        return None
-    kinds = [((int(m[1]), int(m[2])), m[3]) for m in found if m]
-    return CudaBuild(
-        toolkit=(int(toolkit[1]), int(toolkit[2])),
-        machine_code=tuple(target for target, kind in kinds if kind != "-virtual"),
-        ptx=tuple(target for target, kind in kinds if kind != "-real"),
-    )
-
-
-def this_build() -> CudaBuild | None:
-    """What this installation was built for; None without CUDA kernels."""
-    return parse_build(_build_info.CUDA_COMPILER, _build_info.CUDA_ARCHITECTURES)
-
-
-def driver_version() -> Version | None:
-    """The newest CUDA that this machine's driver supports; None without a driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    number = ctypes.c_int(0)
-    if driver.cuDriverGetVersion(ctypes.byref(number)) != 0:
-        return None
-    return number.value // 1000, number.value % 1000 // 10
-
-
-def why_not(build: CudaBuild, driver: Version | None, capability: Version, gpu: str) -> str | None:
-    """Why the kernels of a build cannot run, and what to do; None if they can.
-
-    Args:
-        build: which holds the kernels.
-        driver: the newest CUDA that the driver supports; None without a driver.
-        capability: of the GPU.
-        gpu: what to call it.
-    """
-    newest = shown(build.toolkit)
-    oldest = min((*build.machine_code, *build.ptx))
-    if driver is None:
-        return "this machine has no NVIDIA driver: install one, or move the model to the CPU"
-    if driver[0] < build.toolkit[0]:
-        return (
-            f"the NVIDIA driver supports CUDA up to {shown(driver)}, and gradferry's kernels were "
-            f"built with CUDA {newest}: update the driver, or install gradferry again with nvcc of "
-            f"CUDA {driver[0]}"
-        )
-    if build.has_machine_code(capability):
-        return None
-    found = f"{gpu} has compute capability {shown(capability)}, and gradferry's kernels are {build}"
-    if capability < oldest:
-        return f"{found}: train on a newer GPU, or attach with codec='off'"
-    again = f"install gradferry again with CUDAARCHS={capability[0]}{capability[1]} set"
-    if not any(target <= capability for target in build.ptx):
-        return f"{found}: {again}"
-    if driver < build.toolkit:
-        return (
-            f"{found}, made by CUDA {newest}, and the NVIDIA driver translates PTX of CUDA "
-            f"{shown(driver)} and older: update the driver, or {again}"
-        )
-    return None
-
-
-def shown(*versions: Version) -> str:
-    """ "8.0, 9.0"."""
-    return ", ".join(f"{major}.{minor}" for major, minor in versions)

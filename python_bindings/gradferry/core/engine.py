@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import (
 
 from gradferry import _native
 from gradferry.core.config import Config
-from gradferry.core.device import CPU, Transport, starts_in_order, transport_of
+from gradferry.core.device import CPU, Transport, explaining_refusal, starts_in_order, transport_of
 from gradferry.core.node_memory import share_memory
 from gradferry.core.nodes import Nodes
 from gradferry.core.parameters import ParameterLayout
@@ -128,7 +128,7 @@ def start_engine(
             residuals. Not in momentum mode, whose warm-up has no momentum.
 
     Raises:
-        ConfigError: the collective cannot do that.
+        ConfigError: the collective cannot do that, or the GPU does not run the kernels.
         PeerError: as `make_lanes`.
     """
     path = transport_of(CPU, group) if transport is None else transport
@@ -168,15 +168,16 @@ def start_engine(
         return _native.HostEngine(
             options, tensors=list(tensors), lanes=lanes, memory=memory, local_stage=local_stage
         )
-    return _native.DeviceEngine(
-        options,
-        device=path.device,
-        tensors=list(tensors),
-        lanes=lanes,
-        group_name=group.group_name if path.exchanges and path.streams else None,
-        # Between nodes of one rank there is one communicator, which keeps the order.
-        chained=len(table) < world_size and not starts_in_order(path.device),
-    )
+    with explaining_refusal(path.device):
+        return _native.DeviceEngine(
+            options,
+            device=path.device,
+            tensors=list(tensors),
+            lanes=lanes,
+            group_name=group.group_name if path.exchanges and path.streams else None,
+            # Between nodes of one rank there is one communicator, which keeps the order.
+            chained=len(table) < world_size and not starts_in_order(path.device),
+        )
 
 
 def make_lanes(

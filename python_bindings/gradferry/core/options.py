@@ -61,9 +61,10 @@ class Options(TypedDict, total=False):
         check_every: number of steps after which all ranks compare hashes of their parameters, and
             raise `DivergedError` if those differ; 0 for never. Reads the model once and sends 8
             bytes per parameter. Not for uneven inputs under ``join()``: there a rank without
-            input stops updating. The same steps, or the optimizer's where no gradients come to the
-            hook, raise `StateError` for a parameter that trains although it was replaced, added,
-            unfrozen or converted after attach, so that DistributedDataParallel does not reduce it.
+            input stops updating. The same steps, or an optimizer's third in a row where no
+            gradients come to the hook, raise `StateError` for a parameter that trains although it
+            was replaced, added or unfrozen after attach, so that DistributedDataParallel does not
+            reduce it.
         seed: of the codecs' random numbers; equal on all ranks.
         workspace_cap_mb: the most memory for messages, in MiB, on the device of the model: by
             default 96, or 512 with NCCL. Chunks get smaller as the world grows, then fewer are in

@@ -106,7 +106,7 @@ def describe_parameters(
 
     Raises:
         ConfigError: a parameter's device or dtype has no codec, or parameters are on several
-            devices; or the GPU or its driver is too old for the kernels.
+            devices.
     """
     for name, parameter in named:
         first_name, first = named[0]
@@ -116,7 +116,6 @@ def describe_parameters(
                 f"{first.device}; one hook compresses the gradients of one device"
             )
     if named and (place := named[0][1].device).type != "cpu" and not config.passes_through:
-        device.expect_runnable(place)
         device.load_kernels(place.type)
     nothing = [None] * len(named)
     described = [

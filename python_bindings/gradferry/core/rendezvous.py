@@ -79,12 +79,7 @@ def timeout_of(group: dist.ProcessGroup, place: torch.device) -> timedelta:
     return timeout
 
 
-def meet(
-    group: dist.ProcessGroup,
-    longest: timedelta,
-    purpose: str,
-    listen: Callable[[], None] = lambda: None,
-) -> None:
+def meet(group: dist.ProcessGroup, longest: timedelta, purpose: str) -> None:
     """Waits until every rank of the group calls this. After `SAY_AFTER_SECONDS` the lowest rank
     that has come warns, and names those that have not.
 
@@ -95,12 +90,10 @@ def meet(
         group: of the ranks.
         longest: how long to wait for the others.
         purpose: what ranks that stay away did not do, for example "call attach".
-        listen: called while this rank waits. An EchoError that it raises is raised on all ranks
-            that wait.
 
     Raises:
         PeerError: not all ranks came (every rank that came raises the same text, which names the
-            missing ranks), or the store does not answer. EchoError: that of `listen`.
+            missing ranks), or the store does not answer.
     """
     if group.size() == 1:
         return
@@ -108,7 +101,6 @@ def meet(
 
     def between_polls() -> None:
         nonlocal says
-        listen()
         if says and time.monotonic() - begin >= SAY_AFTER_SECONDS:
             says = False
             with contextlib.suppress(RuntimeError):  # of a store that does not answer

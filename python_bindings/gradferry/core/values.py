@@ -16,7 +16,10 @@ def as_whole(value: object) -> int | None:
         return None
 
 
-def short(value: object) -> str:
-    """A value for an error message."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def shown(value: object) -> str:
+    """A value, which may be anything, in an error message."""
+    try:
+        text = repr(value)
+    except Exception:  # of a number with very many digits, for example
+        text = f"of type {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -63,7 +63,6 @@ def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Ten
             one that calls; or it failed before.
     """
     bound = bound_to(state)
-    bound.expect_registered()
     try:
         if bound.hook.admit(bucket):
             return bound.hook.run(bucket).get_future()

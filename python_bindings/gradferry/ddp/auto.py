@@ -19,22 +19,18 @@ from typing import Any
 
 from gradferry import _native
 from gradferry.averaging.running import Running
-from gradferry.averaging.saved_state import same, shown
 from gradferry.core.agreement import most_of_ranks
 from gradferry.core.codec_spec import OFF, CodecSpec, parse_codec
 from gradferry.core.config import COARSE_BITS, EXACT, FIRST_OF_AUTO, Config
-from gradferry.core.nodes import FLAT, TWO_LEVEL, Exchange, exchanges_to_choose_from
+from gradferry.core.nodes import Exchange, exchanges_to_choose_from
 from gradferry.ddp.trial import (
     CODECS,
-    COUNTED_STEPS,
-    MOST_TURNS,
-    SETTLING_STEPS,
     Candidate,
     Clock,
     Trial,
     most_precise,
 )
-from gradferry.errors import ConfigError, GradferryError, StateError
+from gradferry.errors import GradferryError, StateError
 
 _log = logging.getLogger("gradferry")
 
@@ -72,7 +68,7 @@ def candidates(config: Config, exchanges: list[Exchange]) -> list[Candidate]:
     ]
 
 
-def _first_trial(config: Config) -> int:
+def first_trial(config: Config) -> int:
     """The step in which it begins: in warm-up steps all candidates send the same."""
     return max(FIRST_TRIAL, config.warmup_steps)
 
@@ -83,23 +79,6 @@ def chooses(running: Running) -> bool:
     exchanges = exchanges_to_choose_from(config.nodes, running.nodes, on_host=on_host)
     is_open = config.chooses or (not on_host and len(exchanges) > 1)
     return is_open and running.world_size > 1 and not config.passes_through
-
-
-def chosen_by(config: Config) -> int:
-    """The step, counted from 0, that begins with the first choice at the latest, if every parameter
-    is used and every mean is finite.
-    """
-    # There may be two exchanges; passing through is the same in both.
-    turns = MOST_TURNS * sum(1 + each.needs_memory for each in candidates(config, []))
-    delivering = turns + 1  # one before each turn, and before the one that is chosen
-    return _first_trial(config) + turns * (SETTLING_STEPS + COUNTED_STEPS) + delivering
-
-
-def _count(value: object) -> int:
-    """Checks what a checkpoint says of steps."""
-    if not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{shown(value)} is no count")
-    return value
 
 
 @dataclass
@@ -116,29 +95,10 @@ class Choice:
     measured_ms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def restored(cls, saved: Any) -> Choice:
-        """The choice in a checkpoint. Raises StateError where that holds something else."""
-        try:
-            if not isinstance(saved, Mapping):
-                raise TypeError("it is no dict")
-            exchange = saved["exchange"]
-            if not any(same(exchange, known) for known in (None, FLAT, TWO_LEVEL)):
-                raise ValueError(
-                    f"exchange {shown(exchange)} is neither {FLAT!r} nor {TWO_LEVEL!r}"
-                )
-            return cls(
-                codec=parse_codec(saved["codec"]),
-                exchange=exchange,
-                made=bool(_count(saved["made"])),
-                reason="restored from a checkpoint",
-                step=_count(saved["step"]),
-                next_check=_count(saved["next_check"]),
-                interval=_count(saved["interval"]),
-            )
-        except (AttributeError, KeyError, TypeError, ValueError, ConfigError) as error:
-            raise StateError(
-                f"the saved state's choice {shown(saved)} is no choice of codec='auto': {error}"
-            ) from error
+    def restored(cls, saved: Mapping[str, Any]) -> Choice:
+        """The choice in a state that was found sound. Raises ConfigError for an unknown codec."""
+        codec = parse_codec(saved["codec"])
+        return cls(**{**saved, "codec": codec, "reason": "restored from a checkpoint"})
 
     def saved(self) -> dict[str, Any]:
         """The fields for a checkpoint."""
@@ -161,10 +121,10 @@ class Chooser:
             running.config.nodes, running.nodes, on_host=running.transport.on_host
         )
         self._trial: Trial | None = None
-        self._before: Candidate | None = None  # the choice before this trial
+        self._before: tuple[CodecSpec, str | None] | None = None  # in use before this trial
         self._delivered_since = 0  # the step in which an engine began to deliver
         self._by = "codec='auto'" if running.config.chooses else "nodes='auto'"
-        self.choice = Choice(running.config.codec, next_check=_first_trial(running.config))
+        self.choice = Choice(running.config.codec, next_check=first_trial(running.config))
 
     def start(self, hook: _native.BucketHook) -> None:
         """Makes the hook begin a trial when it is time, in place of what it would have begun."""
@@ -189,18 +149,18 @@ class Chooser:
         running = self._running
         every = candidates(running.config, self._exchanges)
         self._trial = Trial(every, Clock(running.transport.device), self._slowest)
-        self._before = self._current(every) if self.choice.made else None
+        self._before = self._in_use() if self.choice.made else None
         self._go_on(hook, step)
 
     def _go_on(self, hook: _native.BucketHook, step: int) -> None:
         """Turns to the next candidate, or, after the last one, to that which is chosen."""
         assert self._trial is not None
-        trial = self._trial
+        running, trial = self._running, self._trial
         wanted = trial.current
         if wanted is None and trial.outcomes:
             wanted = most_precise(trial.outcomes).candidate
         if wanted is None:  # what runs now has room for everything
-            self._take(hook, step, self._current([]), "no candidate can run")
+            self._take(hook, step, str(running.config.codec), "no candidate can run")
             return
         try:
             arrived = self._turn_to(hook, step, wanted)
@@ -213,9 +173,8 @@ class Chooser:
             hook.call_at(step + 1, self._go_on, "choice")
         elif trial.current is None:
             shown = ", ".join(outcome.shown for outcome in trial.outcomes)
-            is_auto = self._running.config.chooses
-            best = "the most precise of the fastest" if is_auto else "the faster one"
-            self._take(hook, step, wanted, f"{best}: {shown}")
+            best = "the most precise of the fastest" if running.config.chooses else "the faster one"
+            self._take(hook, step, wanted.name, f"{best}: {shown}")
         else:
             self._note_step(hook, step)
 
@@ -266,10 +225,10 @@ class Chooser:
             measured_ms={},
         )
 
-    def _take(self, hook: _native.BucketHook, step: int, chosen: Candidate, reason: str) -> None:
+    def _take(self, hook: _native.BucketHook, step: int, name: str, reason: str) -> None:
         assert self._trial is not None
         running, choice = self._running, self.choice
-        stays = chosen == self._before
+        stays = self._in_use() == self._before
         interval = choice.interval if stays or self._before is None else choice.interval * 2
         self.choice = Choice(
             codec=running.config.codec,
@@ -283,7 +242,7 @@ class Chooser:
         )
         self._trial = None
         level = logging.INFO if running.rank == 0 and not stays else logging.DEBUG
-        _log.log(level, "%s takes %s from step %d on: %s", self._by, chosen.name, step, reason)
+        _log.log(level, "%s takes %s from step %d on: %s", self._by, name, step, reason)
         self.start(hook)
 
     def _switch(
@@ -297,12 +256,10 @@ class Chooser:
         """By place the greatest of what all ranks pass. Collective."""
         return most_of_ranks(values, self._running.group, self._running.transport.device)
 
-    def _current(self, every: list[Candidate]) -> Candidate:
-        """The candidate that runs now. Passing through is the same in every exchange."""
-        codec, exchange = str(self._running.config.codec), self._running.exchange.name
-        found = [each for each in every if each.hook == codec]
-        known = [each for each in found if each.exchange in (None, exchange)]
-        return known[0] if known else Candidate(codec, self._running.config.codec.bits())
+    def _in_use(self) -> tuple[CodecSpec, str | None]:
+        """The codec and the exchange that run now. Passing through is the same in every one."""
+        config = self._running.config
+        return config.codec, None if config.passes_through else self._running.exchange.name
 
     def _exchange_named(self, name: str | None) -> Exchange:
         """The candidate of this name; the exchange in use for None, or for a name that is no

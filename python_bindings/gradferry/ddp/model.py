@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradferry import _native
-from gradferry.averaging.advice import OVERLAPPED_ZERO
 from gradferry.core.agreement import Record
 from gradferry.core.config import Config
 from gradferry.core.device import CPU
@@ -24,8 +23,6 @@ Named = list[tuple[str, torch.nn.Parameter]]
 
 # What torch.compile and Lightning Fabric call the module inside.
 _INSIDE = ("_orig_mod", "_forward_module")
-# Where torch makes the hooks that step a ZeroRedundancyOptimizer(overlap_with_ddp=True).
-_ZERO_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
 
 
 class Model:
@@ -52,17 +49,9 @@ class Model:
     def __init__(self, ddp: nn.Module) -> None:
         self.ddp = ddp = distributed_in(ddp)
         self.group = _process_group(ddp)
-        self.named: Named = []
+        self.named: Named = reduced_parameters(ddp)
         self.apart: frozenset[str] = frozenset()
-        self.device = CPU
-        self._failure: Exception | None = None
-        try:
-            self.named = reduced_parameters(ddp)
-            if self.named:
-                self.device = self.named[0][1].device
-        except Exception as error:  # check() tells it, and so the other ranks hear of it
-            self._failure = error
-            self.device = torch.device(self.group._device_types[0].type)
+        self.device = self.named[0][1].device if self.named else CPU
         self.record: Record = {
             "find_unused_parameters": ddp.find_unused_parameters,
             "static_graph": ddp.static_graph,
@@ -76,10 +65,7 @@ class Model:
 
         Raises:
             ConfigError: this model cannot have a hook, or not with this configuration.
-            Exception: its parameters could not be read, as in a shortage of memory.
         """
-        if self._failure is not None:
-            raise self._failure
         _check_hookable(self.ddp)
         self.apart = _check_parameters(self.ddp, self.named)
         _check_buckets(self.ddp, self.named)
@@ -106,14 +92,14 @@ def leaves_out_buckets(ddp: DistributedDataParallel) -> bool:
     return getattr(ddp, "skip_all_reduce_unused_params", False)  # torch 2.11 may not have it
 
 
-def is_under_no_sync(ddp: DistributedDataParallel) -> bool:
-    """Whether the model is under ``no_sync()`` now."""
-    return not ddp.require_backward_grad_sync
-
-
 def forward_was_local(ddp: DistributedDataParallel) -> bool:
     """Whether the last forward pass was under ``no_sync()``, or without gradients."""
     return not ddp.require_forward_param_sync
+
+
+def divides_by_joined_ranks(ddp: DistributedDataParallel) -> bool:
+    """Whether ``join(divide_by_initial_world_size=False)`` was called."""
+    return not getattr(ddp, "_divide_by_initial_world_size", True)
 
 
 def trained_parameters(
@@ -127,12 +113,6 @@ def trained_parameters(
             continue
         if (plain := plain_name(name)) not in apart:
             yield plain, parameter
-
-
-def expect_no_step_in_hook(hook: object) -> None:
-    """Raises ConfigError for hooks of torch that step a ZeroRedundancyOptimizer."""
-    if getattr(hook, "__module__", None) == _ZERO_HOOKS:
-        raise ConfigError(OVERLAPPED_ZERO)
 
 
 def unwrapped(model: Any) -> Any:
@@ -171,8 +151,6 @@ def _process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
 
 
 def _check_hookable(ddp: DistributedDataParallel) -> None:
-    for hook, _ in ddp._comm_hooks:
-        expect_no_step_in_hook(hook)
     logging_data: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     hook_name = logging_data.get("comm_hook", "")
     if hook_name:
@@ -245,15 +223,6 @@ def _check_options(ddp: DistributedDataParallel, config: Config, device: torch.d
             "the momentum of parameters that no rank used; make every parameter take part, or "
             "leave out momentum"
         )
-    if config.needs_every_bucket:
-        for name, module in ddp.module.named_modules():
-            if getattr(module, "sparse", False) and isinstance(
-                module, torch.nn.Embedding | torch.nn.EmbeddingBag
-            ):
-                raise ConfigError(
-                    f"momentum= cannot handle sparse gradients, which {name!r} has; build it with "
-                    "sparse=False, or leave out momentum"
-                )
     on_device = device.type != "cpu" and not config.passes_through
     if on_device and ddp.find_unused_parameters and not ddp.gradient_as_bucket_view:
         raise ConfigError(

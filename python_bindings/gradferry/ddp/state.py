@@ -84,8 +84,11 @@ class HookState(Averaging):
         self._bind(ddp, native=False)
 
     def _bind(self, ddp: DistributedDataParallel, *, native: bool) -> None:
-        is_bound = self._binding is not None
-        self._binding = bind(ddp, self._codec, self._options, native=native, is_bound=is_bound)
+        if self._binding is not None:
+            raise StateError(
+                "this HookState is bound to a model already; make one HookState for each model"
+            )
+        self._binding = bind(ddp, self._codec, self._options, native=native)
         running = self._binding.running
         watch_optimizer(running)
         warn_about_rules([(running, "rules")])
@@ -122,7 +125,8 @@ class HookState(Averaging):
         Returns:
             A dict of numbers and strings, equal on all ranks, and ``slot_<rank>``: a dict of this
             rank's residuals (fp32) and the ids of their tiles (int64), one-dimensional tensors on
-            the CPU: of the tiles that it owns, and of those that it sums for its node.
+            the CPU: of the tiles that it owns, and of those that it sums for its node. Digests
+            cover all of it: a state that was changed is refused.
 
         Raises:
             StateError: the state is not bound, failed, or is in the middle of a step.
@@ -130,8 +134,8 @@ class HookState(Averaging):
         bound = self._bound()
         state = saved_state.save(bound.running, bound.hook.finished_steps())
         if bound.chooser is not None:
-            state["choice"] = bound.chooser.choice.saved()
-        return {**bound.passed_on, **state}
+            state[saved_state.CHOICE] = bound.chooser.choice.saved()
+        return saved_state.signed(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], on_resize: str = "strict") -> None:
         """Restores what `state_dict` returned. Call it on every rank. With ``"auto"`` it also
@@ -152,14 +156,14 @@ class HookState(Averaging):
                 adds the residuals to its next gradient. ``"fold"`` needs what this rank itself
                 saved, in the flat exchange: its worker residual takes up both, in units of the new
                 number of ranks; the residuals of ranks that are gone are lost.
-                ``"drop"`` begins without residuals (and without momentum); parameters may have
-                other names then.
+                ``"drop"`` begins without residuals (and without momentum), also where the model was
+                another one.
 
         Raises:
             ConfigError: another ``on_resize``.
             StateError: the state is of another codec, model, seed, momentum, world size or nodes,
-                lacks a slot or has one too many, is damaged or of another format; or the hook is in
-                the middle of a step. Nothing was changed.
+                lacks a slot, was changed, or is of another format; or the hook is in the middle of
+                a step. Nothing was changed.
         """
         bound = self._bound()
         with self._loading():
@@ -204,14 +208,12 @@ def _load(bound: Binding, saved: Mapping[str, Any], on_resize: str) -> None:
         _restore_choice(bound, bound.chooser, saved, on_resize)
         if bound.running.engine is None:
             return
+    else:
+        saved_state.expect_sound(saved, on_resize)
     # A world of one chooses no codec, but may load a state in which others chose one.
-    has_choice = isinstance(saved, Mapping) and "choice" in saved
-    choice = Choice.restored(saved["choice"]) if has_choice else None
-    chosen = None if choice is None else choice.codec
+    choice = saved.get(saved_state.CHOICE)
+    chosen = Choice.restored(choice).codec if choice else None
     bound.resume(saved_state.load(bound.running, saved, on_resize, chosen=chosen))
-    bound.passed_on.clear()
-    if choice is not None:
-        bound.passed_on["choice"] = choice.saved()
 
 
 def _restore_choice(
@@ -221,14 +223,13 @@ def _restore_choice(
 
     def check() -> Record:
         nonlocal choice
+        saved_state.expect_sound(saved, on_resize)
         saved_state.check(running, saved, on_resize)
         # Where nothing chose, or for a named codec in another world, the measurement begins after
         # loading.
-        is_there, world_size = "choice" in saved, saved["world_size"]
-        if running.config.chooses:
-            is_there |= world_size > 1 and saved_state.holds_residuals(saved)
-        if is_there and (running.config.chooses or world_size == running.world_size):
-            choice = Choice.restored(saved.get("choice"))
+        is_of_here = running.config.chooses or saved["world_size"] == running.world_size
+        if is_of_here and (found := saved.get(saved_state.CHOICE)):
+            choice = Choice.restored(found)
         return {"choice": choice.saved(), "steps": saved["steps"]}
 
     on_all_ranks(check, running.group, running.transport.device, alike=True)

@@ -206,11 +206,6 @@ class Trial:
         """What is to be tried now; None: the trial is over."""
         return self._waiting[0] if self._waiting else None
 
-    @property
-    def waiting(self) -> tuple[Candidate, ...]:
-        """What is to be tried in this round of turns, in order, with the current one."""
-        return tuple(self._waiting)
-
     def leave_out(self, candidate: Candidate) -> None:
         """Takes out a candidate that cannot run."""
         self._waiting = [each for each in self._waiting if each != candidate]

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gradferry import _native
 from gradferry.averaging.running import Running
-from gradferry.averaging.silent_hook import AVERAGED, has_gradients_of, watch_hook
+from gradferry.averaging.silent_hook import has_gradients_of, watch_hook
+from gradferry.averaging.step_numbers import call_after_steps
 from gradferry.ddp.model import (
     Model,
+    divides_by_joined_ranks,
     forward_was_local,
     has_python_hook,
-    is_under_no_sync,
     trained_parameters,
 )
 
-_REBUILD = (
-    "build a new DistributedDataParallel after the last change to the model's parameters, and "
-    "attach to that"
-)
-# By model that has a hook.
-_watches: WeakKeyDictionary[DistributedDataParallel, ModelWatch] = WeakKeyDictionary()
+# By module: the watch of the hook that was attached to it last. A model that is kept after another
+# one has replaced it is not expected to call its hook.
+_watched: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
 
 class ModelWatch:
@@ -53,27 +49,23 @@ class ModelWatch:
         self._native = native
         # Where everything passes through, nothing is checked.
         self._every = running.config.check_every if running.engine is not None else 0
-        # By id of a parameter, where autograd accumulates its gradient: DDP waits for it there.
-        self._nodes = {id(each): _node_of(each) for _, each in model.named}
-        self._strangers: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
-        self._unsynced_after = -1  # so many synced passes there was the last under no_sync()
 
     def start(self) -> None:
         """Begins, once the model has its hook."""
         ddp = self._model()
         assert ddp is not None  # the caller has it
-        _watches[ddp] = self
         self.compare_later()
-        watch_hook(
+        if ddp.module in _watched:
+            _watched[ddp.module].remove()
+        _watched[ddp.module] = watch_hook(
             ddp,
             passes=self._hook.finished_steps,
-            trains=self.trains,
-            explain=self.explain,
-            is_local=self.is_local,
-            inspect=self.inspect,
-            check=self.expect_unchanged,
-            check_every=self._every,
+            trains=self._trains,
+            explain=self._explain,
+            is_local=self._is_local,
         )
+        if self._running.world_size > 1:
+            call_after_steps(self._expect_averages, index=self._running.index, owner=ddp)
 
     def compare_later(self) -> None:
         """Makes the hook compare parameters at the first bucket of every step that `check_every`
@@ -94,115 +86,58 @@ class ModelWatch:
 
     def _check(self, step: int) -> None:
         self._compare_at((step // self._every + 1) * self._every)
-        self.expect_unchanged()
+        if change := self._change():
+            self._hook.fail(change)
 
-    def expect_unchanged(self) -> None:
-        """Ends the hook on all ranks if the parameters that train are not those of attach.
-
-        Raises:
-            StateError: they are not.
-        """
-        if change := self.change():
-            self._hook.fail(f"{change}; {_REBUILD}")
-
-    def change(self, among: Collection[int] | None = None) -> str | None:
-        """How the parameters that train differ from those that DDP reduces; None: they do not.
-
-        Args:
-            among: ids of the parameters to look at; None: all.
-        """
+    def _change(self) -> str | None:
+        """How the parameters that train differ from those that DDP reduces; None: they do not."""
+        ddp = self._model()
+        if ddp is None:
+            return None
         names = {parameter.name for parameter in self._running.parameters}
-        for name, parameter in self._trained():
-            if among is not None and id(parameter) not in among:
-                continue
-            if id(parameter) not in self._nodes:
+        for name, parameter in trained_parameters(ddp, self._apart):
+            if parameter not in self._running.index:
                 how = "was replaced" if name in names else "was added, or unfrozen,"
-            elif self._nodes[id(parameter)] not in (None, _node_of(parameter)):
-                how = "was converted or moved, if only for a while,"
-            else:
-                continue
-            return (
-                f"parameter {name!r} {how} after attach, so that DistributedDataParallel does not "
-                "reduce its gradient"
-            )
+                return (
+                    f"parameter {name!r} {how} after attach, so that DistributedDataParallel does "
+                    "not reduce its gradient; build a new DistributedDataParallel after the last "
+                    "change to the model's parameters, and attach to that"
+                )
         return None
 
-    def _trained(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and parameters that the model trains now, as far as this hook answers for them.
-
-        Another DistributedDataParallel around the same parameters, such as the one that replaced
-        this one, answers for those that it reduces.
-        """
+    def _expect_averages(self, optimizer: Optimizer) -> None:
+        """Raises StateError, on all ranks, after a step on what is no average over all ranks."""
         ddp = self._model()
         if ddp is None:
             return
-        others = [watch for other, watch in list(_watches.items()) if other is not ddp]
-        for name, parameter in trained_parameters(ddp, self._apart):
-            if not any(id(parameter) in watch._nodes for watch in others):
-                yield name, parameter
-
-    def is_local(self) -> bool:
-        """Whether a pass was under ``no_sync()`` since the last synced one."""
-        ddp = self._model()
-        inside = ddp is not None and is_under_no_sync(ddp)
-        return inside or self._unsynced_after == self._hook.finished_steps()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Replaces the method of this name of the model, and notes when a pass that trains it was
-        under it: not an evaluation, or a pass through frozen parameters.
-        """
-        ddp = self._model()
-        assert ddp is not None  # its attribute is being called
-        trained = False
-
-        def note(module: torch.nn.Module, _: object) -> None:
-            nonlocal trained
-            trained |= torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-
-        with type(ddp).no_sync(ddp), ddp.register_forward_pre_hook(note):
-            yield
-        if trained:
-            self._unsynced_after = self._hook.finished_steps()
-
-    def inspect(self, optimizer: Optimizer, may_take_long: bool) -> str | None:
-        """Warns of an optimizer that trains what DDP does not reduce.
-
-        Raises:
-            StateError: it has stepped inside a backward pass, before gradients are averaged.
-        """
-        groups = optimizer.param_groups
-        used = {id(p) for group in groups for p in group["params"] if p.grad is not None}
-        name = type(optimizer).__name__
-        if self._steps_too_early(used):
+        if torch._C._current_graph_task_id() >= 0 and not forward_was_local(ddp):
             self._hook.fail(
-                f"{name} steps inside the backward pass, where gradients are those of this rank: "
-                "DistributedDataParallel averages them later. Call step() after backward()"
+                f"{type(optimizer).__name__} steps inside the backward pass, where gradients are "
+                "those of this rank: DistributedDataParallel averages them later. Call step() "
+                "after backward()"
             )
-        strangers = used.difference(self._nodes, self._strangers.get(optimizer, ()))
-        self._strangers.setdefault(optimizer, set()).update(strangers)
-        if not (strangers or may_take_long) or not (change := self.change(used)):
-            return None
-        return f"{name} steps on gradients that are not {AVERAGED}{change}; {_REBUILD}"
+        if divides_by_joined_ranks(ddp):
+            self._hook.fail(
+                "join(divide_by_initial_world_size=False) does not go with gradferry: DDP does not "
+                "tell communication hooks how many ranks still have input; leave it out, and scale "
+                "the loss if the last steps matter"
+            )
 
-    def _steps_too_early(self, used: Collection[int]) -> bool:
+    def _is_local(self) -> bool:
         ddp = self._model()
-        if torch._C._current_graph_task_id() < 0 or ddp is None:
-            return False
-        if forward_was_local(ddp) and self.is_local():  # the first alone may be an evaluation
-            return False
-        running = self._running
-        acts = running.transport.exchanges or running.config.momentum
-        return bool(acts) and not self._nodes.keys().isdisjoint(used)
+        return ddp is not None and forward_was_local(ddp)
 
-    def trains(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has stepped on gradients of the model that DDP should have reduced,
-        with the parameters that the model has now.
+    def _trains(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has stepped on gradients of parameters that the model has now."""
+        ddp = self._model()
+        if ddp is None:
+            return False
+        return has_gradients_of(optimizer, (p for _, p in trained_parameters(ddp, self._apart)))
+
+    def _explain(self) -> str:
+        """What does not happen where the hook is not called, and why. With `check_every` a change
+        of the parameters is an error.
         """
-        return has_gradients_of(optimizer, (parameter for _, parameter in self._trained()))
-
-    def explain(self) -> str:
-        """What does not happen where the hook is not called, and why."""
         ddp = self._model()
         assert ddp is not None  # an optimizer trains it
         if not self._native and not has_python_hook(ddp):
@@ -211,14 +146,13 @@ class ModelWatch:
                 "ddp.register_comm_hook(state, gradferry.hook) before the first backward pass, or "
                 "use gradferry.attach(ddp, ...), which registers"
             )
-        return (
-            f"{AVERAGED}DistributedDataParallel calls its hook after loss.backward() of a forward "
-            "pass through itself, not through ddp.module; where this is meant, as in local SGD, "
-            "use ddp.no_sync()"
+        change = self._change()
+        if change and self._every:
+            self._hook.fail(change)
+        return "averaged, and ranks drift apart: " + (
+            change
+            or "DistributedDataParallel calls its hook after loss.backward() of a forward pass "
+            "through itself, not through ddp.module, and while parameters have the dtype and the "
+            "device with which it was built; where this is meant, as in local SGD, use "
+            "ddp.no_sync()"
         )
-
-
-def _node_of(parameter: torch.Tensor) -> Node | None:
-    """Where autograd accumulates a gradient: another node once dtype or device have changed."""
-    with torch.inference_mode(False):
-        return get_gradient_edge(parameter).node if parameter.requires_grad else None

@@ -13,20 +13,20 @@ from gradferry import _native
 from gradferry.averaging.advice import warn_about_rules, watch_optimizer
 from gradferry.averaging.running import Running, propose
 from gradferry.averaging.start import start
-from gradferry.core.agreement import Record, interrupts_told, on_all_ranks, rendezvous_place
+from gradferry.core.agreement import Record, on_all_ranks, rendezvous_place
 from gradferry.core.config import Config
 from gradferry.core.names import first_of
 from gradferry.core.options import SHARDED_DEFAULTS, ShardedOptions, takes_options
 from gradferry.core.rendezvous import meet, patience, world_ranks
 from gradferry.core.warn import warn
-from gradferry.errors import ConfigError, EchoError, GradferryError
+from gradferry.errors import ConfigError, GradferryError
 from gradferry.fsdp.choice import Choice, choose
 from gradferry.fsdp.hooks import (
     AllGather,
     Exchange,
     ModuleHook,
     ReduceScatter,
-    ReplicaGroup,
+    ReplicaHook,
     Replicas,
     Settled,
 )
@@ -188,25 +188,11 @@ def _known_within(modules: Sequence[ShardedModule], act: Callable[[], Running]) 
     if group is None:
         return act()
     made: list[Running] = []
-    own: Exception | None = None
-
-    def tell() -> None:
-        if own is not None:
-            raise own
-
     try:
-        with interrupts_told(group):
-            try:
-                made.append(act())
-            except Exception as error:
-                own = error
-            meet(group, patience(group, rendezvous_place(group, device)), "attach")
-        on_all_ranks(tell, group, device)
-    except BaseException as error:
+        on_all_ranks(lambda: made.append(act()), group, device)
+    except BaseException:
         made.clear()  # otherwise the traceback would keep the connections alive
-        if own is None or isinstance(own, EchoError) or not isinstance(error, GradferryError):
-            raise
-        raise own from None
+        raise
     return made[0]
 
 
@@ -298,7 +284,7 @@ def _finish(
     for each in attached:
         each.set_hooks()
         if isinstance(each, AllGather):
-            each.connect([other for other in attached if other.averages])
+            each.others = [other.running for other in attached if other.averages]
             model.register_forward_hook(lambda *_, gathers=each: gathers.settle())
     apart = list(unsharded_parameters(model, modules))
     watch(model, Guard(modules, attached, apart))
@@ -318,7 +304,7 @@ def _check_modules(modules: Sequence[ShardedModule]) -> None:
     members = [world_ranks(group) for group in modules[0].groups]
     for module in modules:
         module.expect_values()
-        if isinstance(module.all_reduce_group, ReplicaGroup):
+        if isinstance(module.all_reduce_group, ReplicaHook):
             raise _attached_already(module)
         theirs = [world_ranks(group) for group in module.groups]
         if theirs != members:

@@ -74,7 +74,7 @@ def choose(
         )
     choice = Choice(
         replicas=_config(codec, asked) if averages else None,
-        reduce_scatter=None if leaves_scatter else _scattering(scatter, asked, own, modules),
+        reduce_scatter=None if leaves_scatter else _scattering(scatter, asked, own),
         all_gather=None if gather == OFF else _gathering(gather, asked, own, modules),
     )
     if not averages:
@@ -118,9 +118,7 @@ def _config(codec: str, options: Mapping[str, Any]) -> Config:
     return config
 
 
-def _scattering(
-    codec: str, asked: Mapping[str, Any], own: Mapping[str, Any], modules: Sequence[ShardedModule]
-) -> Config:
+def _scattering(codec: str, asked: Mapping[str, Any], own: Mapping[str, Any]) -> Config:
     feedback = own["scatter_feedback"]
     if feedback not in _FEEDBACK:
         raise ConfigError(
@@ -132,11 +130,9 @@ def _scattering(
     codecs = [config.codec, *(rule.codec for rule in config.rules)]
     coarse = next((each for each in codecs if each.lossy and each.bits() < COARSE_BITS), None)
     if coarse is not None and feedback == "none":
-        ranks = _num_shards(modules)
-        mebibytes = 4 * ranks * sum(module.num_elements for module in modules) / 2**20
         raise ConfigError(
-            f"{coarse} needs scatter_feedback='worker' here, which takes {mebibytes:.1f} MiB on "
-            "every rank, 4 bytes for each parameter of the whole model; or take a codec of 3 bits"
+            f"{coarse} needs scatter_feedback='worker' here, which takes 4 bytes for each "
+            "parameter of the whole model on every rank; or take a codec of 3 bits"
         )
     return config
 

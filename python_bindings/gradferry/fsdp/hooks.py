@@ -5,22 +5,20 @@ over replicas, reduce-scatter them, or gather parameters. Each hands them to its
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 from torch.autograd import Variable
 
 from gradferry import _native
 from gradferry.averaging.running import Running
 from gradferry.core.agreement import rendezvous_place
-from gradferry.core.rendezvous import meet, store_of, timeout_of
-from gradferry.core.warn import warn
-from gradferry.errors import EchoError, GradferryError, GradferryWarning, PeerError, StateError
+from gradferry.core.rendezvous import meet, timeout_of
+from gradferry.core.warn import warn_or_log
+from gradferry.errors import GradferryError, PeerError, StateError
 from gradferry.fsdp.model import ShardedModule
 
 Result = TypeVar("Result")
@@ -28,8 +26,6 @@ Result = TypeVar("Result")
 _NEEDS_ALL = (
     "and momentum= needs that of every parameter in every pass; make all take part, or leave it out"
 )
-# A rank that says for so long that it waits is not just slow to say that it no longer does.
-_SURE_SECONDS = 4
 
 
 # --- exchanges ------------------------------------------------------------------------------------
@@ -102,12 +98,7 @@ def end_all(runnings: Iterable[Running], error: str) -> None:
 class Gradients(Exchange):
     """An exchange of gradients; it notes which modules had some in a backward pass."""
 
-    def __init__(
-        self, running: Running, modules: Sequence[ShardedModule], part: str | None = None
-    ) -> None:
-        super().__init__(running, modules, part)
-        self._called: set[int] = set()
-        self._is_queued = False
+    _called: frozenset[int] = frozenset()  # in the pass that has not ended
 
     @property
     def num_parts(self) -> int:
@@ -124,59 +115,32 @@ class Gradients(Exchange):
     def note(self, number: int, engine: _native.BucketEngine) -> None:
         """A module's gradients have come."""
         if number in self._called:
-            self._is_queued = False
-            self._finish()  # the pass before, which ended in a backward pass within it
-        if not self._is_queued:
-            self._is_queued = True
-            Variable._execution_engine.queue_callback(self._end_last)
+            self._end_pass()
         if not self._called and self.running.config.check_every:
             shards = [shard for module in self.modules for shard in module.shards]
             engine.compare([shard.values() for shard in shards])
-        self._called.add(number)
+        self._called |= {number}
 
-    def _end_last(self) -> None:
-        """FSDP2's callbacks may reduce the last modules. A model that is not sharded as a whole has
-        one for each of its parts, and parts that the pass reaches later queue theirs behind this.
-        """
-        Variable._execution_engine.queue_callback(self._end)
-
-    def end_broken(self) -> None:
-        """Ends a pass that an exception has ended, and whose callbacks autograd has dropped, after
-        FSDP2's ``reset_iter_state()``.
+    def end_pass(self) -> None:
+        """Ends the pass before, if there was one, and none is going on. FSDP2 does not tell when a
+        pass has ended, in which a model that is not sharded as a whole calls back several times.
         """
         if self._called and all(module.gathers_for == "IDLE" for module in self.modules):
-            self._is_queued = False
-            self._finish()
+            self._end_pass()
 
-    def _end(self) -> None:
-        self._is_queued = False
-        # With reentrant checkpointing, modules come in backward passes within this one.
-        if torch._C._current_autograd_node() is None:
-            self._finish()
-
-    def _finish(self) -> None:
-        called, self._called = self._called, set()
+    def _end_pass(self) -> None:
+        called, self._called = self._called, frozenset()
         engine = self.running.engine
         if engine is None:
             return
         for number, module in enumerate(self.modules):
             if module.shards and number not in called:
-                if self.running.config.needs_every_bucket:
+                if self.running.config.momentum:
                     self.fail(f"{module.name!r} has no gradient, {_NEEDS_ALL}")
                 engine.note_passed(self.indices(number))
 
 
 # --- hooks ----------------------------------------------------------------------------------------
-
-
-class InOwnMemory:
-    """What FSDP2 asks of a custom collective beside the call: memory."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Memory for what is exchanged."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
 
 class ModuleHook:
@@ -199,6 +163,12 @@ class ModuleHook:
     def set(self) -> None:
         """Makes FSDP2 call this hook."""
         setattr(self.module, self.exchange.slot, self)
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for what is exchanged, for which FSDP2 asks a custom collective."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def start(self, indices: Sequence[int], tensor: torch.Tensor) -> _native.PendingExchange:
         """Hands a bucket to the engine, which there is."""
@@ -246,42 +216,46 @@ class GradientHook(ModuleHook):
         if gradient.numel() != exchange.num_parts * self.module.num_elements:
             # Some parameters have no gradient, and what came does not say which.
             engine.expect_alive()
-            if self.running.config.needs_every_bucket:
+            if self.running.config.momentum:
                 exchange.fail(
                     f"some parameters of {self.module.name!r} have no gradient, {_NEEDS_ALL}"
                 )
             exchange.passed += 1
             engine.note_passed(indices)
+            if not self._has_warned:
+                self._has_warned = True
+                # It never raises: the other ranks are going to wait for this one.
+                warn_or_log(
+                    f"some parameters of {self.module.name!r} have no gradient: in such passes its "
+                    "gradients are sent uncompressed. model.set_reduce_scatter_unused_params(True) "
+                    "reduces zeros for them, where this torch has it"
+                )
             return False
         real = torch.view_as_real(gradient).view(-1) if gradient.is_complex() else gradient
         self.start(indices, real).wait()
         return True
 
-    def _warn_of_parts(self) -> None:
-        """After the first of the backend's own collectives: all ranks are in it, and none may wait
-        for one that the warning has stopped.
-        """
-        if self.running.engine is None or self._has_warned:
-            return
-        self._has_warned = True
-        text = (
-            f"some parameters of {self.module.name!r} have no gradient: in such passes its "
-            "gradients are sent uncompressed. model.set_reduce_scatter_unused_params(True) "
-            "reduces zeros for them, where this torch has it"
-        )
-        try:
-            warn(text)
-        except GradferryWarning as warning:  # the user's filters make it an error
-            said = f"rank {self.running.world_rank}: {type(warning).__name__}: {text}"
-            end_all([self.running], said)
-            raise
 
+class ReplicaHook(GradientHook, dist.ProcessGroup):
+    """Averages over replicas. What FSDP2 calls in place of the group of one module's replicas, with
+    which it only reduces gradients.
 
-class ReplicaHook(GradientHook):
-    """Averages over replicas, where FSDP2 calls their group."""
+    Attributes:
+        wrapped: that group.
+    """
 
-    def set(self) -> None:
-        self.module.all_reduce_group = ReplicaGroup(self)
+    def __init__(self, exchange: Gradients, module: ShardedModule, number: int) -> None:
+        GradientHook.__init__(self, exchange, module, number)
+        dist.ProcessGroup.__init__(self, self.running.rank, self.running.world_size)
+        self.wrapped = self.running.group
+
+    # torch.distributed finds the wrapped group wherever it looks this one up, as for the log of an
+    # exception.
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.wrapped
+
+    def __hash__(self) -> int:
+        return hash(self.wrapped)
 
     def __call__(self, gradient: torch.Tensor, op: object) -> None:
         """Replaces this rank's shards by their reduction.
@@ -293,38 +267,15 @@ class ReplicaHook(GradientHook):
         if self.module.shards[0].dtype.is_complex:
             gradient = torch.view_as_complex(gradient)
         if not self._average(gradient):
-            dist.all_reduce(gradient, op=op, group=self.running.group)
-            self._warn_of_parts()
+            dist.all_reduce(gradient, op=op, group=self.wrapped)
         elif op == dist.ReduceOp.SUM:
             gradient.mul_(self.running.world_size)
-
-
-class ReplicaGroup(dist.ProcessGroup):
-    """What FSDP2 calls in place of the group of one module's replicas: it only reduces gradients.
-
-    Attributes:
-        wrapped: that group.
-        exchange: of its hook.
-    """
-
-    def __init__(self, hook: ReplicaHook) -> None:
-        super().__init__(hook.running.rank, hook.running.world_size)
-        self.wrapped = hook.running.group
-        self._hook, self.exchange = hook, hook.exchange
-
-    # torch.distributed finds the wrapped group wherever it looks this one up, as for the log of an
-    # exception.
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is self.wrapped
-
-    def __hash__(self) -> int:
-        return hash(self.wrapped)
 
     def allreduce(  # type: ignore[override]
         self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions
     ) -> dist.Work:
         (gradient,) = tensors
-        self._hook(gradient, opts.reduceOp)
+        self(gradient, opts.reduceOp)
         return _Done()
 
 
@@ -335,7 +286,7 @@ class _Done(dist.Work):
         return True
 
 
-class ReduceScatterHook(InOwnMemory, GradientHook):
+class ReduceScatterHook(GradientHook):
     """Reduces the gradients of all shards. What ``set_custom_reduce_scatter`` takes."""
 
     exchange: ReduceScatter
@@ -361,16 +312,13 @@ class ReduceScatterHook(InOwnMemory, GradientHook):
             op: SUM or AVG.
             async_op: not with a codec, since FSDP2 never asks for it.
         """
-        self.exchange.settle()
         averages = op == dist.ReduceOp.AVG
         if self.running.engine is not None:
             self._expect_usable(group, op, async_op)
         if not self._average(input_tensor):
-            work = dist.reduce_scatter_tensor(
+            return dist.reduce_scatter_tensor(
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op
             )
-            self._warn_of_parts()
-            return work
         size, rank = output_tensor.numel(), self.running.rank
         output_tensor.copy_(input_tensor[rank * size : (rank + 1) * size])
         if not averages:
@@ -393,7 +341,7 @@ class ReduceScatterHook(InOwnMemory, GradientHook):
             )
 
 
-class GatherHook(InOwnMemory, ModuleHook):
+class GatherHook(ModuleHook):
     """Gathers the parameters of all ranks. What ``set_custom_all_gather`` takes.
 
     Every rank decodes the messages of all ranks, its own included, so that all compute with the
@@ -408,14 +356,13 @@ class GatherHook(InOwnMemory, ModuleHook):
         size, gathered = self.running.world_size, [m.gathered for m in self.exchange.modules]
         first = size * sum(map(len, gathered[: self.number]))
         self._indices = range(first, first + size * len(gathered[self.number]))
-        self._own_elements = sum(shard.size.numel() for shard in self.module.gathered)
         self._kept: object = None  # of which parameters is what was gathered last, if it is kept
 
     def set(self) -> None:
         module, reduces = self.module, self.module.reduce_scatter
         self._default = module.all_gather
         super().set()
-        if self.running.transport.on_host and not isinstance(reduces, ReduceScatterHook):
+        if self.running.transport.on_host:
             module.reduce_scatter = Settled(reduces, self.exchange)
 
     def __call__(
@@ -492,11 +439,6 @@ class GatherHook(InOwnMemory, ModuleHook):
                 f"to be {expected}; attach after the last change to the mixed precision policy and "
                 "to dtypes of parameters"
             )
-        if given.numel() != self._own_elements:
-            self.exchange.fail(
-                f"{name!r} gathers {given.numel()} elements of this rank, and had "
-                f"{self._own_elements} at attach; attach after the last change to the model"
-            )
 
 
 def _in_backward() -> bool:
@@ -523,13 +465,16 @@ class _Gathering(dist.Work):
 
 
 class Settled:
-    """FSDP2's reduce-scatter, or the user's, which a rank that has found an error does not come to:
-    the others must hear of it before they wait there.
+    """A reduce-scatter, which a rank that has found an error in a gather does not come to: the
+    others must hear of it before they wait there.
+
+    Attributes:
+        exchange: of the reduce-scatter; None: it is not gradferry's.
     """
 
-    def __init__(self, comm: Any, exchange: AllGather) -> None:
-        self._comm = comm
-        self._exchange = exchange
+    def __init__(self, comm: Any, gathers: AllGather) -> None:
+        self.exchange = getattr(comm, "exchange", None)
+        self._comm, self._gathers = comm, gathers
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -540,7 +485,7 @@ class Settled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
         """Reduces."""
-        self._exchange.settle()
+        self._gathers.settle()
         work: dist.Work | None = self._comm(*args, **kwargs)
         return work
 
@@ -556,15 +501,10 @@ class Replicas(Gradients):
 
 
 class ReduceScatter(Gradients):
-    """The reduce-scatter of gradients within a replica.
-
-    Attributes:
-        settle: called first.
-    """
+    """The reduce-scatter of gradients within a replica."""
 
     name, what = "reduce_scatter", "reduce-scatter"
     hook, slot = ReduceScatterHook, "reduce_scatter"
-    settle: Callable[[], None] = staticmethod(lambda: None)
 
     @property
     def num_parts(self) -> int:
@@ -580,7 +520,7 @@ class AllGather(Exchange):
 
     Attributes:
         exact: whether FSDP2 itself gathers, for now.
-        others: end with this one.
+        others: exchanges of the model, which end with this one.
     """
 
     name, what = "all_gather", "all-gather"
@@ -588,13 +528,6 @@ class AllGather(Exchange):
     rules_option, averages = "all_gather_rules", False
     exact = False
     others: Sequence[Running] = ()
-
-    def connect(self, others: Sequence[Exchange]) -> None:
-        """Lets the other exchanges of the model know of errors in gathers."""
-        self.others = [each.running for each in others]
-        for each in others:
-            if isinstance(each, ReduceScatter):
-                each.settle = self.settle
 
     def settle(self, *, on_device: bool = False) -> None:
         """Waits until all ranks have said that what they gathered, and used, is right. On a device,
@@ -617,43 +550,19 @@ class AllGather(Exchange):
 
     def meet(self, purpose: str, remedy: str) -> None:
         """Waits, outside of a pass, until all ranks call this. Raises PeerError on all if one does
-        not, or is in a pass instead, where it waits for messages of this one.
+        not.
 
         Args:
             purpose: what ranks that stay away did not do.
             remedy: what to do about it.
         """
         self.settle()
-        running = self.running
-        group = running.group
+        group = self.running.group
         try:
             # Before those that wait for a message of this rank give up.
-            place = rendezvous_place(group, running.transport.device)
-            meet(group, 0.9 * timeout_of(group, place), purpose, self._listen(purpose))
+            place = rendezvous_place(group, self.running.transport.device)
+            meet(group, 0.9 * timeout_of(group, place), purpose)
         except PeerError as error:
             text = f"{str(error).partition(';')[0]}; {remedy}"
-            end_all([running], text)
+            end_all([self.running], text)
             raise PeerError(text) from None
-
-    def _listen(self, purpose: str) -> Callable[[], None]:
-        """A function that raises EchoError where the next rank of the group waits in a gather: all
-        that this rank takes part in are complete, and so that is one which it does not. Where some
-        ranks are in a pass, and the others meet, one of them is the next of another.
-        """
-        running = self.running
-        rank = (running.rank + 1) % running.world_size
-        store = PrefixStore(f"gradferry/{running.nonce}/peers", store_of(running.group))
-        key, asked, waits = f"present/{rank}", time.monotonic(), 0
-
-        def listen() -> None:
-            nonlocal asked, waits
-            if time.monotonic() - asked < 1:
-                return
-            asked = time.monotonic()
-            in_pass = store.check([key]) and store.get(key) == b"1"  # hooks/peers.h
-            waits = waits + 1 if in_pass else 0
-            if waits > _SURE_SECONDS:
-                name = _native.name_ranks([running.world_ranks[rank]])
-                raise EchoError(f"{name} did not {purpose}, and is in a pass already")
-
-        return listen

@@ -74,7 +74,6 @@ class ShardedModule:
 
         self.shards = [shard(each, dtype) for each in self._trained.values()]
         self.gathered = [shard(each, _gather_dtype(each)) for each in group.fsdp_params]
-        self._kinds = [_kind(shard.parameter) for shard in self.gathered]
 
     @property
     def num_elements(self) -> int:
@@ -181,27 +180,6 @@ class ShardedModule:
         parameters = [each.sharded_param for each in self._param_group().fsdp_params]
         return [(id(each), each._version) for each in parameters]
 
-    @property
-    def resharding(self) -> bool | int:
-        """What ``reshard_after_forward`` is now."""
-        group = self._param_group()
-        if group._use_post_forward_mesh:
-            return int(group.post_forward_mesh_info.shard_mesh_size)
-        return bool(group._reshard_after_forward)
-
-    def settled(self) -> dict[str, Any]:
-        """What decides which collectives FSDP2 calls, and in which dtypes, as it has settled it."""
-        group = self._param_group()
-        facts: dict[str, Any] = {
-            "reshard_after_forward": self.resharding,
-            "reshard_after_backward": group.reshard_after_backward,
-            "unshard_in_backward": group.unshard_in_backward,
-            "dtypes of gathers": sorted({str(_gather_dtype(each)) for each in group.fsdp_params}),
-        }
-        if self._trained:
-            facts["dtype of gradients"] = str(_reduce_dtype(list(self._trained.values())))
-        return {f"{fact} of {self.name!r}": value for fact, value in facts.items()}
-
     def expect_gatherable(self) -> None:
         """Raises ConfigError if no codec can take what FSDP2 gathers."""
         for each, shard in zip(self._param_group().fsdp_params, self.gathered, strict=True):
@@ -233,13 +211,6 @@ class ShardedModule:
         numbers = list(self._trained)
         settled = getattr(group, "_reduce_scatter_param_indices", None) or numbers
         return [numbers.index(number) for number in settled if number in self._trained]
-
-    def move(self) -> str | None:
-        """Which parameter has another dtype or device than at attach; None: none has."""
-        for each, before in zip(self._param_group().fsdp_params, self._kinds, strict=True):
-            if (now := _kind(each.sharded_param)) != before:
-                return f"parameter {each._module_info.param_name!r} is {now}, and was {before}"
-        return None
 
     def change(self) -> str | None:
         """What makes its gradients others than those that a hook was set for; None: nothing."""
@@ -279,26 +250,6 @@ def expect_values(name: str, parameter: torch.Tensor) -> None:
             f"parameter {name!r} is on the meta device; attach after model.to_empty(device=...) "
             "and the initialization of its values"
         )
-
-
-def settle(model: nn.Module) -> None:
-    """Has FSDP2 settle dtypes and which modules are resharded, as it does in the first forward
-    pass, at whose beginning this is called.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():  # the outermost first, which settles those inside
-        if isinstance(module, FSDPModule):
-            module._get_fsdp_state()._lazy_init()
-
-
-def finalizes_by_hand(model: nn.Module) -> bool:
-    """Whether ``set_manual_backward_finalization(True)`` was called on it, of torch 2.15."""
-    from torch.distributed.fsdp import FSDPModule
-
-    state = model._get_fsdp_state() if isinstance(model, FSDPModule) else None
-    context = getattr(state, "_state_ctx", None)
-    return bool(getattr(context, "manual_backward_finalization", False))
 
 
 def sharded_modules(model: nn.Module) -> list[ShardedModule]:
@@ -363,10 +314,6 @@ def _name(parameter: Any, names: dict[int, str]) -> str:
     info = parameter._module_info
     prefix = names[id(info.module)]
     return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
-
-
-def _kind(parameter: torch.Tensor) -> str:
-    return f"{parameter.dtype} on {parameter.device}"
 
 
 def _gather_dtype(parameter: Any) -> torch.dtype:

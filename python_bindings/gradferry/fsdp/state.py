@@ -137,7 +137,7 @@ class ShardedState(Averaging):
 
     def scale_residuals(self, factor: float) -> None:
         """Multiplies the residuals of all exchanges, as `HookState.scale_residuals` does."""
-        self._end_broken_pass()
+        self._end_pass()
         super().scale_residuals(factor)
         for each in self._attached[1:]:
             if each.averages and each.running.engine is not None:
@@ -162,16 +162,16 @@ class ShardedState(Averaging):
         for each in self._attached:
             if isinstance(each, AllGather):
                 each.settle(on_device=True)
-        self._end_broken_pass()
+        self._end_pass()
         return {
-            part: saved_state.save(each.running, each.passes())
+            part: saved_state.signed(saved_state.save(each.running, each.passes()))
             for part, each in self._saved().items()
         }
 
-    def _end_broken_pass(self) -> None:
+    def _end_pass(self) -> None:
         for each in self._attached:
             if isinstance(each, Gradients):
-                each.end_broken()
+                each.end_pass()
 
     def _saved(self) -> dict[str, Exchange]:
         """The exchanges that have a state, by its key."""
@@ -184,41 +184,38 @@ class ShardedState(Averaging):
             state_dict: what this rank saved, or the states of all ranks, merged by
                 `gradferry.checkpoint.merge`.
             on_resize: as for `HookState.load_state_dict`, for another number of replicas. With
-                another number of shards the residuals of a shard have no place: ``"drop"`` loses
-                them, and where there are none, as by default, nothing is lost.
+                another number of shards the residuals of a shard have no place: take ``"drop"``,
+                which loses nothing where none are kept, as by default.
 
         Raises:
             ConfigError: another ``on_resize``.
-            StateError: as for `HookState.load_state_dict`, or the state is of other shards that
-                have residuals. Nothing was changed.
+            StateError: as for `HookState.load_state_dict`, or without ``"drop"`` the state is of
+                other shards. Nothing was changed.
         """
-        found = {part: self._states_of(part, state_dict) for part in self._saved()}
-        self._end_broken_pass()
+        held = state_dict if isinstance(state_dict, Mapping) else {}
+        found = {part: self._found(part, held, on_resize) for part in self._saved()}
+        for key in found.values():
+            saved_state.expect_sound(held[key], on_resize)
+        self._end_pass()
         with self._loading():
             for part, each in self._saved().items():
-                states, running = found[part], each.running
-                if part in states and saved_state.is_of_these_shards(running, states[part]):
-                    steps = saved_state.load(running, states[part], on_resize)
-                else:
-                    others = list(states.values())
-                    steps = saved_state.load_of_other_shards(running, others, on_resize)
+                key = found[part]
+                steps = saved_state.load(each.running, held[key], on_resize, is_own=key == part)
                 each.counts = [steps] * len(each.counts)
 
-    def _states_of(self, part: str, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The state of a part, or those of all parts of another division of the model."""
-        held = state_dict if isinstance(state_dict, Mapping) else {}
-        if part in held:
-            return {part: held[part]}
+    def _found(self, part: str, held: Mapping[str, Any], on_resize: str) -> str:
+        """The key of a part's state, or, where residuals are dropped, of one of another part."""
+        drops = isinstance(on_resize, str) and on_resize == "drop"
         kind = part.partition("_")[0]
-        states = [key for key, each in held.items() if isinstance(each, Mapping)]
-        found = {key: held[key] for key in states if str(key).startswith(f"{kind}_")}
-        if not found:
+        others = [key for key in held if drops and str(key).startswith(f"{kind}_")]
+        if part not in held and not others:
             raise StateError(
                 f"the saved state has nothing of {part}, only {sorted(map(str, held))}: load what "
                 "this state's state_dict() returned, or the states of all ranks merged by "
-                "gradferry.checkpoint.merge"
+                "gradferry.checkpoint.merge; with other shards, whose residuals stay with them, "
+                "on_resize='drop'"
             )
-        return found
+        return part if part in held else others[0]
 
     def __reduce__(self) -> NoReturn:
         raise StateError(
@@ -235,8 +232,10 @@ class ShardedState(Averaging):
         stats = self.stats()
         texts = []
         for each in self._attached:
-            own = cast(Stats, {**stats, **stats["exchanges"][each.name]})
-            texts.append(f"{each.name}: {describe(each.running, own)}")
+            own = {**stats, **stats["exchanges"][each.name]}
+            if each is self._first:
+                own["steps"] = stats["steps"]  # without those before a loaded state
+            texts.append(f"{each.name}: {describe(each.running, cast(Stats, own))}")
         return "\n".join(texts)
 
 

@@ -10,22 +10,10 @@ import torch
 from torch import nn
 
 from gradferry.averaging.silent_hook import has_gradients_of, watch_hook
-from gradferry.core.agreement import Record, on_all_ranks, rendezvous_place
-from gradferry.core.rendezvous import meet, timeout_of
 from gradferry.errors import GradferryError, StateError
-from gradferry.fsdp.hooks import AllGather, Exchange, end_all
-from gradferry.fsdp.model import (
-    ShardedModule,
-    finalizes_by_hand,
-    settle,
-    sharded_modules,
-    unsharded_parameters,
-)
+from gradferry.fsdp.hooks import Exchange, Gradients, end_all
+from gradferry.fsdp.model import ShardedModule, sharded_modules, unsharded_parameters
 
-_MOVED = (
-    "FSDP2 and gradferry go on with what they have settled; move it back before the next pass, or "
-    "shard and attach a new model"
-)
 _NOT_CALLED = (
     "compressed: FSDP2 calls its hooks after loss.backward() of a forward pass through the model "
     "that gradferry was attached to"
@@ -50,12 +38,8 @@ def watch(model: nn.Module, guard: Guard) -> None:
 class Guard:
     """Raises in the forward pass what has ended an engine: after a backward pass that failed,
     FSDP2 may leave out its hooks, and so reduce nothing. In every pass it raises that something
-    else exchanges than at attach, or that a parameter has moved; and as often as `check_every`
-    says, that FSDP2 does not reduce a parameter that trains, unless it did so at attach.
-
-    In the first pass, in which FSDP2 settles what it does, and in those after a change of
-    ``reshard_after_forward``, the ranks of the shard group compare which collectives they are going
-    to call; then it is known, too, which modules were sharded later, or outside of the model.
+    else exchanges than at attach; in the first, and as often as `check_every` says, that a module
+    was sharded later, or that FSDP2 does not reduce a parameter that trains, unless it did so then.
 
     Attributes:
         modules: of the model, that FSDP2 reduces.
@@ -71,8 +55,7 @@ class Guard:
         self._first = self.attached[0]
         running = self._first.running
         self._every = running.config.check_every if running.engine is not None else 0
-        self._compared: Sequence[bool | int] | None = None
-        self._checks = 0
+        self._checks = -1  # the first pass is one, too
 
     def __call__(self, model: nn.Module, *_: object) -> None:
         look = self._look
@@ -94,48 +77,20 @@ class Guard:
             if each.running.engine is not None:
                 each.running.engine.expect_alive()
                 each.expect_set()
-        if finalizes_by_hand(model):
-            raise StateError(
-                "set_manual_backward_finalization(True) reduces gradients after the backward pass, "
-                "where no hook is called for it; leave it out"
-            )
-        for module in self.modules:
-            if move := module.move():
-                raise StateError(f"{move} at attach, in {module.name!r}: {_MOVED}")
-        resharding = [module.resharding for module in self.modules]
-        if self._compared != resharding:
-            self._compare(model)
-            self._compared = [module.resharding for module in self.modules]
+            if isinstance(each, Gradients):
+                each.end_pass()
         checks = self.passes() // self._every if self._every else 0
         if checks != self._checks:
             self._checks = checks
             self._check_parameters(model)
 
-    def _compare(self, model: nn.Module) -> None:
-        """Has all ranks of the shard group raise where they differ, or one cannot go on."""
-
-        def settled_here() -> Record:
-            settle(model)
-            names = [module.name for module in self.modules]
-            for name in [each.name for each in sharded_modules(model)]:
-                if name not in names:
-                    raise StateError(
-                        f"fully_shard was called on {name!r} after attach, so that its gradients "
-                        "would not reach the hook; attach after the last fully_shard"
-                    )
-            return {key: value for each in self.modules for key, value in each.settled().items()}
-
-        group, device = self.modules[0].groups[0], self.modules[0].device
-        purpose = "begin this forward pass as others do"
-        for each in self.attached:
-            if isinstance(each, AllGather):
-                each.meet(purpose, "set reshard_after_forward alike on all ranks")
-                break
-        else:
-            meet(group, 0.9 * timeout_of(group, rendezvous_place(group, device)), purpose)
-        on_all_ranks(settled_here, group, device, alike=True)
-
     def _check_parameters(self, model: nn.Module) -> None:
+        known = {module.name for module in self.modules}
+        if later := [each.name for each in sharded_modules(model) if each.name not in known]:
+            raise StateError(
+                f"fully_shard was called on {later[0]!r} after attach, so that its gradients would "
+                "not reach the hook; attach after the last fully_shard"
+            )
         for name in unsharded_parameters(model, self.modules):
             if name not in self.apart:
                 raise StateError(

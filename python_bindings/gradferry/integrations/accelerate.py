@@ -74,9 +74,7 @@ def attach(
         others[folder].expect_gone(
             f"delete it and what refers to it, or give this model another folder than {folder!r}"
         )
-    options.setdefault("grad_scaler", accelerator.scaler)
-    attachment = Attachment(ddp, codec, options)
-    others[folder] = attachment
+    others[folder] = attachment = Attachment(ddp, codec, options, accelerator.scaler)
     state, group = attachment.state, attachment.group
 
     def save(models: object, weights: object, output_dir: str) -> None:

@@ -13,16 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradferry import _native, checkpoint
-from gradferry.averaging.saved_state import ON_RESIZE
-from gradferry.core.agreement import gather_records, on_all_ranks, rendezvous_place
-from gradferry.core.rendezvous import world_ranks
+from gradferry import checkpoint
+from gradferry.averaging.saved_state import ON_RESIZE, signed
+from gradferry.core.agreement import Record, content_of, on_all_ranks, rendezvous_place
 from gradferry.ddp.state import HookState
 from gradferry.errors import ConfigError, StateError
 
 FOLDER = "gradferry"
 _KEY = "hook"
-_PIECE = 1 << 24  # elements of a tensor that are sent at a time, from every rank
 
 
 def check_on_resize(on_resize: object) -> None:
@@ -47,25 +45,17 @@ def load(folder: Path, state: HookState, group: dist.ProcessGroup, on_resize: st
             the folder.
 
     Raises:
-        StateError: it is missing, damaged or of another training, or some ranks do not see it; the
-            same text on every rank.
+        StateError: it is missing, damaged or of another training. RankMismatchError: some ranks do
+            not see it. The same text on every rank.
     """
-    seen = gather_records({"found": checkpoint.exists(folder)}, group, _place(group))
-    named = zip(world_ranks(group), seen, strict=True)
-    blind = [rank for rank, record in named if not record["found"]]
-    if 0 < len(blind) < len(seen):
-        raise StateError(
-            f"{_native.name_ranks(blind)} cannot see {folder}, and other ranks can: it must be on "
-            "a file system that all ranks share"
-        )
     saved = None
 
-    def read() -> None:
+    def read() -> Record:
         nonlocal saved
-        saved = _read(folder, state, on_resize)
+        saved = _read(folder, state, on_resize) if checkpoint.exists(folder) else None
+        return {"sight of the checkpoint, which must be in a folder that all share": bool(saved)}
 
-    if not blind:
-        on_all_ranks(read, group, _place(group), str(folder))
+    on_all_ranks(read, group, _place(group), str(folder), alike=True)
     restore(saved, state, group, on_resize, str(folder))
 
 
@@ -96,37 +86,14 @@ def gather(state: HookState, group: dist.ProcessGroup) -> dict[str, Any] | None:
     place = _place(group)
     mine: dict[str, Any] = {}
     on_all_ranks(lambda: mine.update(state.state_dict()), group, place, "saving")
-    slot: dict[str, torch.Tensor] = mine.pop(f"slot_{state.rank}")
-    sizes = gather_records({name: held.numel() for name, held in slot.items()}, group, place)
-    slots: list[dict[str, torch.Tensor]] = [{} for _ in sizes]
-    for name, held in sorted(slot.items()):
-        parts = _gather_tensor(held, [size[name] for size in sizes], group, place)
-        for target, part in zip(slots, parts, strict=False):  # none but on the first rank
-            target[name] = part
-    if state.rank != 0:
-        return None
-    return {**mine, **{f"slot_{rank}": content for rank, content in enumerate(slots)}}
-
-
-def _gather_tensor(
-    mine: torch.Tensor, sizes: list[int], group: dist.ProcessGroup, place: torch.device
-) -> list[torch.Tensor]:
-    """One-dimensional tensors of all ranks on the CPU of the first, in pieces: they may be as large
-    as the model, and need not fit beside it on its device.
-    """
-    is_first = dist.get_rank(group) == 0
-    whole = [mine.new_empty(size) for size in sizes] if is_first else []
-    for begin in range(0, max(sizes), _PIECE):
-        length = min(_PIECE, max(sizes) - begin)
-        piece = torch.zeros(length, dtype=mine.dtype, device=place)
-        part = mine[begin : begin + length]
-        piece[: part.numel()] = part.to(place)
-        received = [torch.empty_like(piece) for _ in whole]
-        dist.gather(piece, received if is_first else None, group=group, group_dst=0)
-        for target, piece in zip(whole, received, strict=True):
-            room = target[begin : begin + length]
-            room.copy_(piece[: room.numel()])
-    return whole
+    states = []
+    # One at a time, since each may be as large as the model. Not sent to the first rank alone, for
+    # which NCCL would connect it to every other.
+    for rank in range(state.world_size):
+        sent = content_of(mine, rank, group, place)
+        if state.rank == 0:
+            states.append(sent)
+    return checkpoint.merge(states) if states else None
 
 
 def _read(folder: Path, state: HookState, on_resize: str) -> dict[str, Any]:
@@ -139,7 +106,7 @@ def _read(folder: Path, state: HookState, on_resize: str) -> dict[str, Any]:
             raise
         if on_resize == "fold" and isinstance(slot := saved.get("slot_0"), dict):
             # What rank 0 has withheld is its own.
-            saved = {**saved, "slot_0": {name: value[:0] for name, value in slot.items()}}
+            saved = signed({**saved, "slot_0": {name: each[:0] for name, each in slot.items()}})
     if on_resize == "mean" and saved.get("nodes") != json.dumps(state.nodes.members):
         saved = checkpoint.merge(map(_of_hook, checkpoint.load_all(folder)))
     return saved

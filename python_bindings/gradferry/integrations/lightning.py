@@ -89,15 +89,14 @@ class GradferryCallback(_Callback):
                 "DDPStrategy(ddp_comm_state=HookState(...)) is bound to no model: leave out "
                 "ddp_comm_state and ddp_comm_hook, and give the GradferryCallback its arguments"
             )
-        options = dict(self._options)
-        momentum = options.get("momentum")
+        momentum = self._options.get("momentum")
         ddp = find_ddp(strategy.model, "Lightning", trainer.world_size, momentum)
         if ddp is None:
             return
         if self._attachment is not None:
             self._attachment.expect_gone("delete it and what refers to it, such as its Trainer")
-        options.setdefault("grad_scaler", getattr(trainer.precision_plugin, "scaler", None))
-        hook = self._attachment = Attachment(ddp, self._codec, options)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        hook = self._attachment = Attachment(ddp, self._codec, self._options, scaler)
         self._metrics = Metrics(hook.state)
         if resumes:
             checkpoints.restore(loaded, hook.state, hook.group, self._on_resize, "resuming")

@@ -26,11 +26,13 @@ class Attachment:
         state: of the hook.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, codec: str, options: dict[str, Any]) -> None:
-        """Attaches. Collective; raises as `gradferry.attach` does."""
+    def __init__(
+        self, ddp: DistributedDataParallel, codec: str, options: dict[str, Any], scaler: object
+    ) -> None:
+        """Attaches. Collective; raises as `gradferry.attach` does. scaler: of the trainer."""
         self.model = weakref.ref(ddp)
         self.group = ddp.process_group
-        self.state: HookState = attach(ddp, codec, **options)
+        self.state: HookState = attach(ddp, codec, **{"grad_scaler": scaler, **options})
 
     def expect_gone(self, remedy: str) -> None:
         """Raises StateError if the model still lives: its hook would run beside that of another."""

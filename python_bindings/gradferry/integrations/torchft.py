@@ -180,7 +180,8 @@ class FragmentAverages:
         changes: dict[str, Any] = dict(self._fragment._grads)
         reducer = self._reducer_of_quorum(changes)
         self._withheld = reducer.before_average()
-        reducer.fade(self._withheld, self._decay)
+        if self._decay != 1.0:
+            reducer.scale_residuals(self._decay)
         # Spares add zeros, and torchft divides the sum by the number of participants.
         takes_part = self._manager.is_participating()
         share = reducer.world_size / self._manager.num_participants() if takes_part else 0.0
@@ -201,7 +202,6 @@ class FragmentAverages:
         if self.reducer is None or self._quorum != quorum:
             self._let_go()
             made = self._make(changes, group=self._manager._pg.parent)
-            made._keep_no_tensors()
             take_up(made, self._withheld, self._manager.current_step())
             self.reducer, self._quorum = made, quorum
         return self.reducer

@@ -88,17 +88,16 @@ class GradferryCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attaches to what the Trainer has wrapped by now, unless a training before did."""
-        trainer, options = self._trainer, dict(self._options)
-        momentum = options.get("momentum")
+        trainer, momentum = self._trainer, self._options.get("momentum")
         ddp = find_ddp(trainer.model_wrapped, "the Trainer", args.world_size, momentum)
         if ddp is None:
             return
         if self._attachment is None or self._attachment.model() is not ddp:
             if self._attachment is not None:
                 self._attachment.expect_gone("delete it and what refers to it")
-            options.setdefault("grad_scaler", trainer.accelerator.scaler)
+            scaler = trainer.accelerator.scaler
             try:
-                self._attachment = Attachment(ddp, self._codec, options)
+                self._attachment = Attachment(ddp, self._codec, self._options, scaler)
             except ConfigError as error:
                 if ddp.find_unused_parameters and "find_unused_parameters" in str(error):
                     raise ConfigError(
