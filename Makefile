@@ -8,7 +8,6 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.SUFFIXES:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 
 PYTHON ?= python3
@@ -72,6 +71,8 @@ docs: .venv-docs/.docs  ## the documentation as build/site/index.html; a link th
 	@$(quiet) build/docs.log env NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 gpu-check:  ## what a GPU makes of it: kernels, sanitizers, training; results in build/gpu/gpu.json
 	@$(PYTHON) tools/gpu_check.py
+gpu-tune:  ## times the kernels with other bounds on their registers
+	@$(PYTHON) tools/gpu_check.py --tune
 
 # --- tests
 test:  ## all fast tests
@@ -129,8 +130,7 @@ lint: $(package_ready) $(venv)/.lint  ## formatting, static analysis, types, stu
 clean:  ## remove all that git ignores: what was built, and environments
 	@git clean -qfdX
 format: $(venv)/.lint  ## rewrite what `make lint` would complain about
-	@$(bin)/clang-format -i $(cpp_files)
-	@$(bin)/ruff check --quiet --fix . && $(bin)/ruff format --quiet .
+	@$(bin)/clang-format -i $(cpp_files) && $(bin)/ruff check --quiet --fix . && $(bin)/ruff format --quiet .
 # Sources that have changed; all, where a header of ours has. Of those that include torch, a target's as one.
 build/lint/core.tidy: .clang-tidy $(cpp_files) | $(core_ready) $(venv)/.lint
 	@$(tidy) -p build/core $(if $(filter-out %.cpp,$?),'\.cpp$$',$(filter %.cpp,$?)) && touch $@

@@ -2,13 +2,10 @@
 # machine of tests/kernels/ptx. Registers that spill and local memory are errors, so that a build
 # without a GPU proves that there are none.
 file(GLOB cuda_kernel_files CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/kernels/*/*.cu)
-include(gradferry_codec_headers)
-gradferry_write_codec_headers(${CMAKE_CURRENT_BINARY_DIR}/generated)
 
 function(gradferry_cuda_target target)
   target_link_libraries(${target} PUBLIC gradferry::include)
-  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}
-    ${CMAKE_CURRENT_BINARY_DIR}/generated)
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
   target_compile_definitions(${target} PRIVATE GRADFERRY_KERNEL_NAMESPACE=cuda)
   # No contraction: every target must produce the same bits. (Division and roots are IEEE and
   # subnormal numbers kept unless nvcc is told otherwise.)

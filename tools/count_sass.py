@@ -7,8 +7,8 @@ Needs nvcc and nvdisasm but no GPU. What is counted is what the kernels of chunk
 aligned tile of finite numbers (GRADFERRY_HOT_PATH_ONLY in kernels/cuda/cuda.h): without rare
 paths, without the calls that a division makes for extreme numbers, without what a warp does whose
 lanes have come apart, and without headers, which the last block writes. Both sides of other
-branches count, and a loop's body once: one rank of a reduce, one step of topk's bisection, 2 KiB of
-a received payload's checksum. Momentum mode's addition to residuals counts as rare.
+branches count, and a loop's body once: one rank of a reduce, one step of topk's bisection. Momentum
+mode's addition to residuals counts as rare.
 
 The roof is what instructions leave of the memory's rate, on an H100 SXM of which every cycle issues
 (132 multiprocessors, 128 lanes each, 1.98 GHz, 3.35 TB/s). Registers and blocks are those of the
@@ -55,53 +55,42 @@ KERNEL = re.compile(r"(encode|decode|reduce)_(?:chunk_kernel|tile<(true)?)")
 COUNTED = """
 #include "kernels/{codec}/{codec}_cuda.h"
 #include "kernels/cuda/chunk_launch.h"
-namespace gradferry::cuda {{
+namespace gradferry::cuda::counted {{
 using Counted = {codec}::TileCodec;
 constexpr ScalarType kDtype = ScalarType::{dtype};
-#define GRADFERRY_COUNT(name) \\
+#define GRADFERRY_COUNT(name, bound) \\
   template <bool kResidual> \\
-  __global__ void __launch_bounds__(kTileThreads, WithExact<Counted>::kMinBlocks) name
+  __global__ void __launch_bounds__(kTileThreads, bounds_of(Counted::kRow).bound) name
 #define GRADFERRY_FIX \\
-  if (residual == nullptr) __builtin_unreachable(); \\
+  if (call.residual == nullptr) __builtin_unreachable(); \\
+  call.chunk.dtype = kDtype; \\
   entry.has_residual = kResidual; \\
   {options}
 
 GRADFERRY_DEVICE void finish(StatusPart part, uint64_t* sums) {{
-  GRADFERRY_SHARED(StatusStorage<kTileThreads>, storage);
-  const StatusPart all = combine_status<kTileThreads>(storage, part);
-  if (threadIdx.x != 0) return;
-  add_to(sums, all.checksum);
-  sums[1] = all.flags;
+  add_sum(sums, 0, part.checksum);
+  const uint32_t flags = block_flags(part.flags);
+  if (threadIdx.x == 0) sums[0] = flags;
 }}
 
-GRADFERRY_COUNT(encode_tile)(ChunkTile entry, ChunkCodec codec, EncodeChunkCall call,
-                             float* residual, uint64_t* sums) {{
+GRADFERRY_COUNT(encode_tile, encode)(ChunkTile entry, ChunkCodec codec, EncodeChunkCall call,
+                                     uint64_t* sums) {{
   GRADFERRY_FIX;
-  const auto checksum = encode_entry<Counted, kDtype>(
-      entry, codec, call.chunk.seed, call.chunk.envelope.step, call.chunk.hold_zero_tiles,
-      static_cast<const std::byte*>(call.gradient), call.gain, residual, call.out);
-  finish({{checksum, 0}}, sums);
+  add_sum(sums, 0, encode_entry<Counted, kDtype>(call, entry, codec));
 }}
-GRADFERRY_COUNT(reduce_tile)(ChunkTile entry, ChunkCodec codec, ReduceChunkCall call,
-                             float* residual, uint64_t* sums) {{
+GRADFERRY_COUNT(reduce_tile, reduce)(ChunkTile entry, ChunkCodec codec, ReduceChunkCall call,
+                                     uint64_t* sums) {{
   GRADFERRY_FIX;
-  finish(reduce_entry<Counted>(entry, codec, call.chunk.seed, call.chunk.envelope.step,
-                               call.chunk.hold_zero_tiles, kDtype, call.received.messages,
-                               call.received.num_messages, call.received.buffer, sums, call.gain,
-                               residual, call.out),
-         sums);
+  finish(reduce_entry<Counted, false>(call, entry, codec), sums);
 }}
-GRADFERRY_COUNT(decode_tile)(ChunkTile entry, ChunkCodec codec, DecodeChunkCall call,
-                             float* residual, uint64_t* sums) {{
+GRADFERRY_COUNT(decode_tile, decode)(ChunkTile entry, ChunkCodec codec, DecodeChunkCall call,
+                                     uint64_t* sums) {{
   GRADFERRY_FIX;
-  finish(decode_entry<Counted, kDtype>(entry, codec, call.chunk.seed, call.chunk.envelope.step,
-                                       call.received.buffer, call.sent,
-                                       static_cast<std::byte*>(call.gradient), residual),
-         sums);
+  finish(cuda::decode_tile<Counted, kDtype>(call, entry, codec), sums);
 }}
 #define GRADFERRY_INSTANTIATE(name, Call) \\
-  template __global__ void name<false>(ChunkTile, ChunkCodec, Call, float*, uint64_t*); \\
-  template __global__ void name<true>(ChunkTile, ChunkCodec, Call, float*, uint64_t*);
+  template __global__ void name<false>(ChunkTile, ChunkCodec, Call, uint64_t*); \\
+  template __global__ void name<true>(ChunkTile, ChunkCodec, Call, uint64_t*);
 GRADFERRY_INSTANTIATE(encode_tile, EncodeChunkCall)
 GRADFERRY_INSTANTIATE(reduce_tile, ReduceChunkCall)
 GRADFERRY_INSTANTIATE(decode_tile, DecodeChunkCall)
@@ -115,9 +104,9 @@ RUN = """
 #include "kernels/cuda/chunk_launch.h"
 namespace gradferry::cuda {{
 using Codecs = WithExact<{codec}::TileCodec>;
-template __global__ void encode_chunk_kernel<Codecs, ScalarType::{dtype}>(EncodeChunkCall);
-template __global__ void reduce_chunk_kernel<Codecs, false>(ReduceChunkCall);
-template __global__ void decode_chunk_kernel<Codecs, ScalarType::{dtype}>(DecodeChunkCall);
+template __global__ void encode_chunk_kernel<Codecs, ScalarType::{dtype}>(EncodeChunkCall, Share);
+template __global__ void reduce_chunk_kernel<Codecs, false>(ReduceChunkCall, Share);
+template __global__ void decode_chunk_kernel<Codecs, ScalarType::{dtype}>(DecodeChunkCall, Share);
 }}
 """
 

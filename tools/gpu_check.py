@@ -4,6 +4,7 @@
     python tools/gpu_check.py --minutes 9   # a part of it; call it again to go on
     python tools/gpu_check.py --as-built    # compile nothing: what build/gpu holds is run
     python tools/gpu_check.py --list        # do nothing: list the steps, and what came of each
+    python tools/gpu_check.py --tune        # kernels with other bounds, each timed (make gpu-tune)
 
 Results go to build/gpu/gpu.json after every step. A step that has passed is not repeated as long as
 sources and GPU are the same. Ends with code 1 when a step failed, 2 when some are left, else 0.
@@ -27,6 +28,7 @@ BUILD = ROOT / "build/gpu"
 SOURCES = "benchmarks/gradferry_lab cmake hooks include kernels python_bindings tests tools"
 KERNELS, PACKAGE = "build/gpu/kernels", "build/gpu/package"
 CMAKE = "cmake -S . -G Ninja -DCMAKE_BUILD_TYPE=Release -DGRADFERRY_GPU_CHECK=ON -B"
+OF_PYTHON = f"-DGRADFERRY_PYTHON=ON -DPython_EXECUTABLE={sys.executable}"
 PROGRAM = f"{KERNELS}/tests/kernels/cuda/standalone/gradferry_gpu_check"
 AT_EDGES = "--gtest_filter=*StayInside*"
 TRAININGS = ("nccl 2, nccl 1, nccl 2 --abandon, nccl 2 --slow 7, nccl 1 --detail, nccl 1 --abandon "
@@ -37,8 +39,7 @@ STAGES = {
         f"2 {CMAKE} {KERNELS} -DGRADFERRY_CUDA=ON -DCMAKE_INSTALL_PREFIX={BUILD}/install",
         f"20 cmake --build {KERNELS}",
         f"1 cmake --install {KERNELS} --component development",
-        f"2 {CMAKE} {PACKAGE} -DGRADFERRY_PYTHON=ON -DPython_EXECUTABLE={sys.executable} "
-        f"-DGRADFERRY_PREBUILT_KERNELS={BUILD}/install",
+        f"2 {CMAKE} {PACKAGE} {OF_PYTHON} -DGRADFERRY_PREBUILT_KERNELS={BUILD}/install",
         f"20 cmake --build {PACKAGE}",
         "1 cmake -E rm -rf build/gpu/python",
         *(f"1 cmake -E copy_directory {room} build/gpu/python/{Path(room).name}"
@@ -60,6 +61,17 @@ STAGES = {
             "collective": "bench collective -b 1M -e 64M -f 8 -n 10",
             "train": "bench train --rounds 4 --hooks none sync torch:fp32 torch:bf16 q4",
             "doctor": "doctor"}.items())),
+    # For all codecs, what kernels/cuda/chunk_bounds.h has by codec, a digit each: encode, reduce,
+    # decode, accumulate. nvcc refuses bounds with which registers spill.
+    "tune": (1, tuple(
+        step for to, bounds in ((f"build/gpu/bounds_{each}", each)
+                                for each in (3343, 4454, 4475, 4565, 5575, 6686))
+        for step in (
+            f"20 bash -ec '{CMAKE} {to} -DGRADFERRY_CUDA=ON {OF_PYTHON} "
+            f"-DCMAKE_CUDA_FLAGS=-DGRADFERRY_CHUNK_BOUNDS={bounds}; "
+            f"cmake --build {to} --target _cuda; "
+            f"cp {to}/python_bindings/_cuda*.so build/gpu/python/gradferry/'",
+            f"3 python -m gradferry bench codec --rounds 20 --device cuda --json {to}.json"))),
 }  # fmt: skip
 
 
@@ -129,6 +141,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30, help="then stop; call again to go on")
     parser.add_argument("--as-built", action="store_true", help="compile nothing")
     parser.add_argument("--list", action="store_true", help="list the steps and do nothing")
+    parser.add_argument("--tune", action="store_true", help="time kernels with other bounds")
     asked = parser.parse_args()
     os.chdir(ROOT)
     os.environ["PATH"] += ":/usr/local/cuda/bin"  # where nvcc may be
@@ -138,6 +151,8 @@ def main() -> int:
         os.environ.setdefault("CUDAARCHS", "native")  # machine code for others takes minutes
     for stage, (beside, steps) in STAGES.items():
         builds = stage == "build"
+        if not builds and asked.tune != (stage == "tune"):
+            continue
         only_look = asked.list or (builds and asked.as_built)
         with ThreadPoolExecutor(beside) as pool:
             found += pool.map(partial(run.step, on_gpu=not builds, only_look=only_look), steps)

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <set>
 #include <utility>
 
@@ -60,14 +59,14 @@ class Scratch {
   at::Tensor memory_;
 };
 
-// Runs the kernels for chunks whose tiles have the codecs of these rows, as far as the collective
-// uses them.
-void load_chunk_kernels(const DeviceContext& context, const Scratch& scratch, uint32_t rows,
+// Runs the kernels for chunks whose tiles have the codec of this row, as far as the collective uses
+// them.
+void load_chunk_kernels(const DeviceContext& context, const Scratch& scratch, uint32_t row,
                         ScalarType dtype) {
   const ChunkBatch chunk{.tiles = scratch.as<ChunkTile>(0),
                          .num_tiles = 1,
                          .codecs = scratch.as<ChunkCodec>(1),
-                         .rows = rows,
+                         .rows = 1U << row,
                          .dtype = dtype,
                          .hold_zero_tiles = true,
                          .seed = 0,
@@ -125,17 +124,11 @@ void load_kernels(const DeviceContext& context) {
   tile.tile.num_elements = 1;
   tile.tile.payload_offset = tile.tile.output_offset = kHeaderBytes;
   scratch.set(0, tile);
-  std::map<ScalarType, uint32_t> rows_by_dtype;
   for (const auto& [index, dtype] : used) {
     const ResolvedCodec& resolved = context.layout.codecs()[index];
     const uint32_t row = row_of(*resolved.codec);
     scratch.set(1, ChunkCodec{row, 1.0F, 0.0F, resolved.options});
-    load_chunk_kernels(context, scratch, 1U << row, dtype);
-    rows_by_dtype[dtype] |= 1U << row;
-  }
-  // A bucket may hold all that its dtype has: the last codec stands for them.
-  for (const auto& [dtype, rows] : rows_by_dtype) {
-    if (dtype != ScalarType::kFloat64) load_chunk_kernels(context, scratch, rows, dtype);
+    load_chunk_kernels(context, scratch, row, dtype);
   }
   if (context.transport && !context.layout.nodes().is_flat()) load_node_kernels(context, scratch);
   load_message_kernels(context, scratch);

@@ -40,8 +40,8 @@ struct Findings {
 
 // --- chunks
 //
-// What a rank does with a chunk is one launch, whatever codecs its tiles have: a block per tile,
-// and the last one that is done writes headers and verdicts.
+// What a rank does with a chunk is one launch, or one per codec beside `exact`. Blocks take tiles
+// in turn, and the last one that is done writes headers and verdicts.
 
 // A codec of a chunk.
 struct ChunkCodec {
@@ -76,7 +76,7 @@ struct ChunkBatch {
   const ChunkTile* tiles;
   uint32_t num_tiles;
   const ChunkCodec* codecs;
-  uint32_t rows;  // bit r: tiles have the codec of row r
+  uint32_t rows;  // bit r: tiles may have the codec of row r
   ScalarType dtype;
   bool hold_zero_tiles;  // as in TileBatch
   uint64_t seed;

@@ -3,7 +3,7 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-extern const ChunkKernels bf16_chunks;
-const ChunkKernels bf16_chunks = ChunkLauncher<WithExact<bf16::TileCodec>>::kernels();
+extern const CodecKernels bf16_chunks;
+const CodecKernels bf16_chunks = ChunkLauncher<WithExact<bf16::TileCodec>>::kernels();
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

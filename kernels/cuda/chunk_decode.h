@@ -6,106 +6,99 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-// What becomes of a tile that is not finite, in two steps, before which everything is decoded anew
-// and one element at a time: so that nothing takes registers for this.
-//
-// Where another rank's gradient was not finite, what this rank sent has no effect: it is put back
-// into the residual while the bucket still holds this rank's own gradient, if it encoded that and
-// not a sum. Returns which of the lane's elements these are: bit j is element j.
-template <typename Codec, ScalarType dtype>
-GRADFERRY_APART uint32_t undo_lost(const ChunkTile& entry, const ChunkCodec& codec, uint64_t seed,
-                                   uint64_t step, const std::byte* in, const std::byte* sent,
-                                   const std::byte* gradient, float* residual) {
+// What is lost where another rank's gradient was not finite, v being what this rank sent: it has no
+// effect, and is put back into the residual while the bucket still holds this rank's own gradient,
+// if it encoded that and not a sum. lost: bit j is element j of the lane.
+template <ScalarType dtype>
+GRADFERRY_DEVICE void undo_lost(const DecodeChunkCall& call, const ChunkTile& entry, float alpha,
+                                const Slice& slice, uint32_t lost, float* v) {
   const Tile& tile = entry.tile;
-  const auto options = options_of<typename Codec::Options>(codec);
-  const auto unit = make_unit<Codec, dtype>(tile, Stage::kOwner, seed, step, options);
-  const auto own_unit = make_unit<Codec, dtype>(tile, Stage::kWorker, seed, step, options);
+  GRADFERRY_UNROLL
+  for (uint32_t j = 0; j < kLaneElements; ++j) {
+    if ((lost >> j & 1) == 0) v[j] = from_bits(kNanBits);  // which is added to nothing
+  }
+  const std::byte* encoded =
+      entry.summed_offset == 0
+          ? static_cast<const std::byte*>(call.gradient) + tile.gradient_offset * item_bytes(dtype)
+          : call.sent + entry.summed_offset;
+  float* residual = call.residual + tile.residual_offset;
+  for_elements(slice, v, [&](uint32_t i, float x) {
+    add_finite(residual + i, x - alpha * load_item<dtype>(encoded + i * item_bytes(dtype)));
+  });
+}
+
+// A tile with a residual that does not arrive finite is decoded again, after what this rank sent:
+// by the same code, so that nothing takes registers for it.
+enum class Pass : uint32_t { kArrived, kSent, kAgain };
+
+template <typename Codec, ScalarType dtype>
+GRADFERRY_DEVICE StatusPart decode_tile(const DecodeChunkCall& call, const ChunkTile& entry,
+                                        const ChunkCodec& codec) {
   static_assert(kLaneElements == 32);
-  uint32_t lost = 0;
-  Codec::template decode<dtype>(unit, in + tile.payload_offset, [&](uint32_t j, float x) {
-    lost |= (arrives_finite<dtype>(x) ? 0u : 1u) << j;
-  });
-  gradient += tile.gradient_offset * item_bytes(dtype);
-  residual += tile.residual_offset;
-  const std::byte* encoded = entry.summed_offset == 0 ? gradient : sent + entry.summed_offset;
-  Codec::template decode<dtype>(own_unit, sent + tile.output_offset, [&](uint32_t j, float x) {
-    const uint32_t element = unit.slice.element(j / kQuad) + j % kQuad;
-    if ((lost >> j & 1) == 0 || element >= unit.slice.num_elements) return;
-    const float own = load_item<dtype>(encoded + element * item_bytes(dtype));
-    add_finite(residual + element, x - codec.alpha * own);
-  });
-  return lost;
-}
-
-// Writes the tile. Returns flags.
-template <typename Codec, ScalarType dtype>
-GRADFERRY_APART uint32_t store_rest(const ChunkTile& entry, const ChunkCodec& codec, uint64_t seed,
-                                    uint64_t step, const std::byte* in, uint32_t lost,
-                                    std::byte* gradient, float* residual) {
   const Tile& tile = entry.tile;
-  const auto options = options_of<typename Codec::Options>(codec);
-  const auto unit = make_unit<Codec, dtype>(tile, Stage::kOwner, seed, step, options);
-  const float beta = codec.beta;
-  gradient += tile.gradient_offset * item_bytes(dtype);
-  residual += tile.residual_offset;
-  uint32_t seen = 0;
-  const uint32_t flags =
-      Codec::template decode<dtype>(unit, in + tile.payload_offset, [&](uint32_t j, float x) {
-        const uint32_t element = unit.slice.element(j / kQuad) + j % kQuad;
-        if (element >= unit.slice.num_elements) return;
-        store_item<dtype>(gradient + element * item_bytes(dtype), narrow<dtype>(x));
-        seen |= lost & (1u << j);
-        if (beta != 0.0f && (lost >> j & 1) == 0) add_finite(residual + element, beta * x);
-      });
-  return seen != 0 ? flags | kTileNonFinite : flags;
-}
-
-// Adds the tile's payload to a checksum, which brings closer what is then read again.
-GRADFERRY_DEVICE uint64_t sum_payload(const Tile& tile, const std::byte* in, uint32_t num_bytes) {
-  return sum_words(in + tile.payload_offset, num_bytes, tile.message_offset, 16 * threadIdx.x,
-                   16 * kTileThreads)
-      .sum;
-}
-
-template <typename Codec, ScalarType dtype>
-GRADFERRY_APART StatusPart decode_entry(const ChunkTile& entry, const ChunkCodec& codec,
-                                        uint64_t seed, uint64_t step, const std::byte* in,
-                                        const std::byte* sent, std::byte* gradient,
-                                        float* all_residuals) {
-  const Tile& tile = entry.tile;
-  const auto unit = unit_of<Codec, dtype>(entry, codec, seed, step, Stage::kOwner);
-  float* residual = residual_of(entry, all_residuals);
+  float* residual = residual_of(entry, call.residual);
   StatusPart part{0, 0};
-  part.checksum = sum_payload(tile, in, unit.payload_bytes);
-  float v[kLaneElements];
-  part.flags = decode_values<Codec, dtype>(unit, in + tile.payload_offset, v);
-  if (residual != nullptr) {
-    if (__syncthreads_and(slice_arrives_finite<dtype>(v) ? 1 : 0) == 0) {
-      rare_path();
-      const uint32_t lost =
-          undo_lost<Codec, dtype>(entry, codec, seed, step, in, sent, gradient, residual);
-      part.flags = store_rest<Codec, dtype>(entry, codec, seed, step, in, lost, gradient, residual);
+  uint32_t lost = 0;
+  for (Pass pass = Pass::kArrived;;) {
+    float v[kLaneElements] = {};
+    const bool is_own = pass == Pass::kSent;
+    const auto unit =
+        unit_of<Codec, dtype>(call.chunk, entry, codec, is_own ? Stage::kWorker : Stage::kOwner);
+    const std::byte* payload =
+        is_own ? call.sent + tile.output_offset : call.received.buffer + tile.payload_offset;
+    const auto raw = Codec::template fetch<dtype>(unit, payload);
+    if (pass == Pass::kArrived) {
+      PayloadSum sum(tile.message_offset);
+      Codec::template sum<dtype>(unit, raw, sum);
+      part.checksum = sum.checksum;
+    }
+    part.flags = Codec::template decode<dtype>(unit, raw, Assign{v});
+    if (is_own) {
+      undo_lost<dtype>(call, entry, codec.alpha, unit.slice, lost, v);
+      pass = Pass::kAgain;
+      continue;
+    }
+    clear_beyond_end(unit.slice, v);
+    if (pass == Pass::kAgain || residual == nullptr ||
+        __syncthreads_and(slice_arrives_finite<dtype>(v) ? 1 : 0) != 0) {
+      part.flags |= store_values<dtype>(unit.slice, tile, v, static_cast<std::byte*>(call.gradient),
+                                        codec.beta, residual);
       return part;
     }
+    rare_path();
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < kLaneElements; ++j)
+      lost |= (arrives_finite<dtype>(v[j]) ? 0u : 1u) << j;
+    pass = Pass::kSent;
   }
-  part.flags |= store_values<dtype>(unit.slice, tile, v, gradient, codec.beta, residual);
-  return part;
+}
+
+// fp64.
+GRADFERRY_DEVICE StatusPart decode_float64(const DecodeChunkCall& call, const ChunkTile& entry,
+                                           const ChunkCodec& codec) {
+  const Tile& tile = entry.tile;
+  const std::byte* payload = call.received.buffer + tile.payload_offset;
+  PayloadSum sum(tile.message_offset);
+  add_payload(sum, payload, exact_float64::payload_bytes(tile.num_elements));
+  auto* own = static_cast<double*>(call.gradient);
+  const double* encoded = entry.summed_offset == 0
+                              ? own + tile.gradient_offset
+                              : reinterpret_cast<const double*>(call.sent + entry.summed_offset);
+  return {sum.checksum,
+          exact_float64::decode_tile(tile, call.sent + tile.output_offset, payload, encoded, own,
+                                     codec.alpha, codec.beta, residual_of(entry, call.residual))};
 }
 
 // What is left to do if a message was refused or a tile is not finite: neither happens often.
 GRADFERRY_DEVICE void conclude(const DecodeChunkCall& call) {
-  GRADFERRY_SHARED(Minima, corrupt_minima);
-  GRADFERRY_SHARED(Minima, nonfinite_minima);
   const ChunkBatch& chunk = call.chunk;
   const auto is_refused = [&](uint32_t i) {
     return call.received.num_messages != 0 && call.received.verdicts[chunk.tiles[i].message] != 0;
   };
-  const uint32_t corrupt = first_tile(corrupt_minima, chunk, [&](uint32_t i) {
-    return !is_refused(i) && (call.flags[i] & kTileCorrupt) != 0;
-  });
-  const uint32_t nonfinite = first_tile(nonfinite_minima, chunk, [&](uint32_t i) {
-    return is_refused(i) || (call.flags[i] & kTileNonFinite) != 0;
-  });
+  const uint32_t corrupt = first_tile(
+      chunk, [&](uint32_t i) { return !is_refused(i) && (call.flags[i] & kTileCorrupt) != 0; });
+  const uint32_t nonfinite = first_tile(
+      chunk, [&](uint32_t i) { return is_refused(i) || (call.flags[i] & kTileNonFinite) != 0; });
   if (threadIdx.x == 0 && corrupt != kNoTile) {
     const uint32_t sender = call.received.num_messages == 0
                                 ? chunk.envelope.rank
@@ -122,38 +115,27 @@ GRADFERRY_DEVICE void conclude(const DecodeChunkCall& call) {
 }
 
 template <typename Codecs, ScalarType dtype>
-__global__ void __launch_bounds__(kTileThreads, Codecs::kMinBlocks)
-    decode_chunk_kernel(DecodeChunkCall call) {
-  GRADFERRY_SHARED(StatusStorage<kTileThreads>, storage);
+__global__ void __launch_bounds__(kTileThreads, bounds_of(Codecs::kRow).decode)
+    decode_chunk_kernel(DecodeChunkCall call, Share share) {
   const ChunkBatch& chunk = call.chunk;
-  const TileJob job = job_of(chunk);
-  const std::byte* in = call.received.buffer;
-  auto* gradient = static_cast<std::byte*>(call.gradient);
-  StatusPart part{0, 0};
-  if constexpr (dtype == ScalarType::kFloat64) {
-    const Tile tile = job.entry.tile;
-    part.checksum = sum_payload(tile, in, exact_float64::payload_bytes(tile.num_elements));
-    auto* own = static_cast<double*>(call.gradient);
-    const double* encoded =
-        job.entry.summed_offset == 0
-            ? own + tile.gradient_offset
-            : reinterpret_cast<const double*>(call.sent + job.entry.summed_offset);
-    part.flags = exact_float64::decode_tile(tile, call.sent + tile.output_offset,
-                                            in + tile.payload_offset, encoded, own, job.codec.alpha,
-                                            job.codec.beta, residual_of(job.entry, call.residual));
-  } else {
-    Codecs::with(job.codec.row, [&]<typename Codec>() {
-      part = decode_entry<Codec, dtype>(job.entry, job.codec, job.seed, job.step, in, call.sent,
-                                        gradient, call.residual);
-    });
-  }
-  const StatusPart all = combine_status<kTileThreads>(storage, part);
-  if (threadIdx.x == 0) {
-    call.flags[blockIdx.x] = all.flags;
-    if (all.flags != 0) atomicOr(&chunk.progress->flags, all.flags);
-    if (call.received.num_messages != 0) add_to(sums_of(chunk) + job.entry.message, all.checksum);
-  }
-  if (!is_last_block(&chunk.progress->blocks_done)) return;
+  uint64_t* sums = sums_of(chunk);
+  for_tiles<Codecs>(
+      chunk, share,
+      [&]<typename Codec>(uint32_t index, const ChunkTile& entry, const ChunkCodec& codec) {
+        StatusPart part;
+        if constexpr (dtype == ScalarType::kFloat64) {
+          part = decode_float64(call, entry, codec);
+        } else {
+          part = decode_tile<Codec, dtype>(call, entry, codec);
+        }
+        if (call.received.num_messages != 0) add_sum(sums, entry.message, part.checksum);
+        const uint32_t flags = block_flags(part.flags);
+        if (threadIdx.x != 0) return;
+        call.flags[index] = flags;
+        if (flags != 0) atomicOr(&chunk.progress->flags, flags);
+      });
+  flush_sums(sums, call.received.num_messages);
+  if (!share.concludes || !is_last_block(&chunk.progress->blocks_done)) return;
 
   const bool refused = check_messages(chunk, call.received, call.findings);
   const bool unusual = chunk.progress->flags != 0;

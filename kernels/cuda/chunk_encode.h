@@ -5,40 +5,37 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
+// Returns the thread's part of the payload's checksum.
 template <typename Codec, ScalarType dtype>
-GRADFERRY_APART uint64_t encode_entry(const ChunkTile& entry, const ChunkCodec& codec,
-                                      uint64_t seed, uint64_t step, bool hold_zero_tiles,
-                                      const std::byte* gradient, const float* gain, float* residual,
-                                      std::byte* out) {
-  return encode_tile<Codec, dtype>(unit_of<Codec, dtype>(entry, codec, seed, step, Stage::kWorker),
-                                   entry.tile, hold_zero_tiles, gradient, codec.alpha, gain,
-                                   residual_of(entry, residual), out);
+GRADFERRY_DEVICE uint64_t encode_entry(const EncodeChunkCall& call, const ChunkTile& entry,
+                                       const ChunkCodec& codec) {
+  const ChunkBatch& chunk = call.chunk;
+  float* residual = residual_of(entry, call.residual);
+  if constexpr (dtype == ScalarType::kFloat64) {
+    return exact_float64::encode_tile(entry.tile, chunk.hold_zero_tiles,
+                                      static_cast<const double*>(call.gradient), codec.alpha,
+                                      call.gain, residual, call.out);
+  } else {
+    return encode_tile<Codec, dtype>(unit_of<Codec, dtype>(chunk, entry, codec, Stage::kWorker),
+                                     entry.tile, chunk.hold_zero_tiles,
+                                     static_cast<const std::byte*>(call.gradient), codec.alpha,
+                                     call.gain, residual, call.out);
+  }
 }
 
 template <typename Codecs, ScalarType dtype>
-__global__ void __launch_bounds__(kTileThreads, Codecs::kMinBlocks)
-    encode_chunk_kernel(EncodeChunkCall call) {
-  GRADFERRY_SHARED(StatusStorage<kTileThreads>, storage);
+__global__ void __launch_bounds__(kTileThreads, bounds_of(Codecs::kRow).encode)
+    encode_chunk_kernel(EncodeChunkCall call, Share share) {
   const ChunkBatch& chunk = call.chunk;
-  const TileJob job = job_of(chunk);
-  const auto* gradient = static_cast<const std::byte*>(call.gradient);
-  uint64_t checksum = 0;  // the thread's part
-  if constexpr (dtype == ScalarType::kFloat64) {
-    checksum = exact_float64::encode_tile(
-        job.entry.tile, chunk.hold_zero_tiles, static_cast<const double*>(call.gradient),
-        job.codec.alpha, call.gain, residual_of(job.entry, call.residual), call.out);
-  } else {
-    Codecs::with(job.codec.row, [&]<typename Codec>() {
-      checksum = encode_entry<Codec, dtype>(job.entry, job.codec, job.seed, job.step,
-                                            chunk.hold_zero_tiles, gradient, call.gain,
-                                            call.residual, call.out);
-    });
-  }
-  if (call.num_messages == 0) return;
-  const StatusPart all = combine_status<kTileThreads>(storage, {checksum, 0});
   uint64_t* sums = sums_of(chunk);
-  if (threadIdx.x == 0) add_to(sums + job.entry.message, all.checksum);
-  if (!is_last_block(&chunk.progress->blocks_done)) return;
+  for_tiles<Codecs>(chunk, share,
+                    [&]<typename Codec>(uint32_t, const ChunkTile& entry, const ChunkCodec& codec) {
+                      const uint64_t checksum = encode_entry<Codec, dtype>(call, entry, codec);
+                      if (call.num_messages != 0) add_sum(sums, entry.message, checksum);
+                    });
+  if (call.num_messages == 0) return;
+  flush_sums(sums, call.num_messages);
+  if (!share.concludes || !is_last_block(&chunk.progress->blocks_done)) return;
 
   for (uint32_t m = threadIdx.x; m < call.num_messages; m += kTileThreads) {
     const Message message = call.messages[m];

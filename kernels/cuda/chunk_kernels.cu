@@ -1,54 +1,69 @@
-// The kernels for chunks of any mixture of codecs, and the choice between them and those for one
-// codec and `exact`.
-#include "codec_headers.h"  // written by the build: every kernels/<codec>/<codec>_cuda.h
+// The choice of kernels for a chunk: those for its one codec and `exact`, or several.
+#include <map>
+#include <mutex>
+#include <utility>
+
 #include "kernels/cuda/chunk_launch.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-#define GRADFERRY_DECLARE(codec) extern const ChunkKernels codec##_chunks;
+#define GRADFERRY_DECLARE(codec) extern const CodecKernels codec##_chunks;
 GRADFERRY_FOR_EACH_CODEC(GRADFERRY_DECLARE)
 #undef GRADFERRY_DECLARE
 
-namespace {
-
-struct EveryCodec {
-  static constexpr bool kHasFloat64 = false;
-  static constexpr uint32_t kMinBlocks = 1;
-
-  template <typename F>
-  GRADFERRY_DEVICE static void with(uint32_t row, F f) {
-    switch (static_cast<CodecRow>(row)) {
-#define GRADFERRY_CASE(codec) \
-  case CodecRow::codec: return f.template operator()<codec::TileCodec>();
-      GRADFERRY_FOR_EACH_CODEC(GRADFERRY_CASE)
-#undef GRADFERRY_CASE
-      default: return;
-    }
+// What the device holds is asked for once: that takes longer than a launch.
+uint32_t grid_for(const void* kernel, uint32_t num_threads, uint32_t tiles) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, const void*>, uint32_t> known;
+  int device = 0;
+  GRADFERRY_CUDA_TRY(cudaGetDevice(&device));
+  const std::lock_guard lock(mutex);
+  uint32_t& most = known[{device, kernel}];
+  if (most == 0) {
+    int multiprocessors = 0, blocks = 0;
+    GRADFERRY_CUDA_TRY(
+        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    GRADFERRY_CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &blocks, kernel, static_cast<int>(num_threads), 0));
+    const auto all = static_cast<uint32_t>(multiprocessors * blocks);
+    most = all - all / kLeftToOthers;
   }
-};
+  const uint32_t wanted = tiles == 0 ? 1 : tiles;
+  return wanted < most ? wanted : most;
+}
+
+namespace {
 
 constexpr uint32_t bit_of(CodecRow row) { return 1u << static_cast<uint32_t>(row); }
 static_assert(static_cast<uint32_t>(CodecRow::kEnd) <= 32, "ChunkBatch::rows has a bit for each");
+static_assert(bit_of(CodecRow::exact) == 1);
 
-const ChunkKernels& kernels_for(const ChunkBatch& chunk) {
-  static constexpr ChunkKernels kEvery = ChunkLauncher<EveryCodec>::kernels();
-  const uint32_t others = chunk.rows & ~bit_of(CodecRow::exact);
-  if (others == 0) return exact_chunks;
-#define GRADFERRY_CHOOSE(codec) \
-  if (others == bit_of(CodecRow::codec)) return codec##_chunks;
-  GRADFERRY_FOR_EACH_CODEC(GRADFERRY_CHOOSE)
-#undef GRADFERRY_CHOOSE
-  return kEvery;
+#define GRADFERRY_ADDRESS(codec) &codec##_chunks,
+constexpr const CodecKernels* kKernels[] = {GRADFERRY_FOR_EACH_CODEC(GRADFERRY_ADDRESS)};
+#undef GRADFERRY_ADDRESS
+
+// A launch for every codec beside `exact`, whose tiles the last one takes.
+template <auto kStage, typename Call>
+void run(const Call& call) {
+  constexpr uint32_t kExact = bit_of(CodecRow::exact);
+  uint32_t others = call.chunk.rows & ~kExact, row = 0;
+  Call part = call;
+  for (; (others & (others - 1)) != 0; ++row) {
+    part.chunk.rows = others & (1u << row);
+    others &= ~part.chunk.rows;
+    if (part.chunk.rows != 0) (kKernels[row]->*kStage)(part, false);
+  }
+  while (others >> row > 1) ++row;
+  part.chunk.rows = others | (call.chunk.rows & kExact);
+  (kKernels[others == 0 ? 0 : row]->*kStage)(part, true);
 }
-
-void encode(const EncodeChunkCall& call) { kernels_for(call.chunk).encode(call); }
-void reduce(const ReduceChunkCall& call) { kernels_for(call.chunk).reduce(call); }
-void decode(const DecodeChunkCall& call) { kernels_for(call.chunk).decode(call); }
-void accumulate(const AccumulateChunkCall& call) { kernels_for(call.chunk).accumulate(call); }
 
 }  // namespace
 
 extern const ChunkKernels chunk_kernels;
-const ChunkKernels chunk_kernels{&encode, &reduce, &decode, &accumulate};
+const ChunkKernels chunk_kernels{&run<&CodecKernels::encode, EncodeChunkCall>,
+                                 &run<&CodecKernels::reduce, ReduceChunkCall>,
+                                 &run<&CodecKernels::decode, DecodeChunkCall>,
+                                 &run<&CodecKernels::accumulate, AccumulateChunkCall>};
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

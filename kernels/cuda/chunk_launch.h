@@ -12,19 +12,22 @@ namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 // that a kernel for both takes about the registers of the other.
 template <typename Other>
 struct WithExact {
-  static constexpr bool kIsExactAlone = std::is_same_v<Other, exact::TileCodec>;
-  static constexpr bool kHasFloat64 = kIsExactAlone;
-  // Without a bound the compiler takes twice the registers, to load further ahead.
-  static constexpr uint32_t kMinBlocks = Other::kMinBlocks == 0 ? 4 : Other::kMinBlocks;
+  static constexpr CodecRow kRow = Other::kRow;
+  static constexpr bool kHasFloat64 = std::is_same_v<Other, exact::TileCodec>;
 
-  // Calls f with the codec of a row of the table.
   template <typename F>
-  GRADFERRY_DEVICE static void with([[maybe_unused]] uint32_t row, F f) {
-    if constexpr (!kIsExactAlone) {
-      if (row != static_cast<uint32_t>(CodecRow::exact)) return f.template operator()<Other>();
-    }
-    f.template operator()<exact::TileCodec>();
+  GRADFERRY_DEVICE static void each(F f) {
+    f.template operator()<Other>();
+    if constexpr (!kHasFloat64) f.template operator()<exact::TileCodec>();
   }
+};
+
+// Calls of a chunk's tiles that have the codecs of a set. `concludes`: it is the chunk's last one.
+struct CodecKernels {
+  void (*encode)(const EncodeChunkCall& call, bool concludes);
+  void (*reduce)(const ReduceChunkCall& call, bool concludes);
+  void (*decode)(const DecodeChunkCall& call, bool concludes);
+  void (*accumulate)(const AccumulateChunkCall& call, bool concludes);
 };
 
 // Calls f with the dtype as a compile-time constant.
@@ -43,36 +46,40 @@ void with_chunk_dtype(ScalarType dtype, F f) {
   }
 }
 
+template <auto kKernel, typename Call>
+void launch_tiles(const Call& call, bool concludes) {
+  const uint32_t tiles = call.chunk.num_tiles;
+  const uint32_t grid = grid_for(reinterpret_cast<const void*>(kKernel), kTileThreads, tiles);
+  launch<kKernel>(grid, kTileThreads, call.chunk.stream, call,
+                  Share{tiles / grid, tiles % grid, concludes});
+}
+
 template <typename Codecs>
 struct ChunkLauncher {
-  static void encode(const EncodeChunkCall& call) {
+  static void encode(const EncodeChunkCall& call, bool concludes) {
     with_chunk_dtype<Codecs>(call.chunk.dtype, [&]<ScalarType dtype>() {
-      launch<encode_chunk_kernel<Codecs, dtype>>(call.chunk.num_tiles, kTileThreads,
-                                                 call.chunk.stream, call);
+      if (call.chunk.num_tiles == 0) return;
+      launch_tiles<encode_chunk_kernel<Codecs, dtype>>(call, concludes);
     });
   }
-  static void reduce(const ReduceChunkCall& call) {
-    const uint32_t num_blocks = call.chunk.num_tiles == 0 ? 1 : call.chunk.num_tiles;
+  static void reduce(const ReduceChunkCall& call, bool concludes) {
     with_chunk_dtype<Codecs>(call.chunk.dtype, [&]<ScalarType dtype>() {
-      launch<reduce_chunk_kernel<Codecs, dtype == ScalarType::kFloat64>>(num_blocks, kTileThreads,
-                                                                         call.chunk.stream, call);
+      launch_tiles<reduce_chunk_kernel<Codecs, dtype == ScalarType::kFloat64>>(call, concludes);
     });
   }
-  static void decode(const DecodeChunkCall& call) {
+  static void decode(const DecodeChunkCall& call, bool concludes) {
     with_chunk_dtype<Codecs>(call.chunk.dtype, [&]<ScalarType dtype>() {
-      launch<decode_chunk_kernel<Codecs, dtype>>(call.chunk.num_tiles, kTileThreads,
-                                                 call.chunk.stream, call);
+      if (call.chunk.num_tiles == 0) return;
+      launch_tiles<decode_chunk_kernel<Codecs, dtype>>(call, concludes);
     });
   }
-  static void accumulate(const AccumulateChunkCall& call) {
-    const uint32_t num_blocks = call.chunk.num_tiles == 0 ? 1 : call.chunk.num_tiles;
+  static void accumulate(const AccumulateChunkCall& call, bool concludes) {
     with_chunk_dtype<Codecs>(call.chunk.dtype, [&]<ScalarType dtype>() {
-      launch<accumulate_chunk_kernel<Codecs, dtype == ScalarType::kFloat64>>(
-          num_blocks, kTileThreads, call.chunk.stream, call);
+      launch_tiles<accumulate_chunk_kernel<Codecs, dtype == ScalarType::kFloat64>>(call, concludes);
     });
   }
 
-  static constexpr ChunkKernels kernels() { return {&encode, &reduce, &decode, &accumulate}; }
+  static constexpr CodecKernels kernels() { return {&encode, &reduce, &decode, &accumulate}; }
 };
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

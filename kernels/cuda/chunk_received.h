@@ -5,31 +5,8 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-// What of ReceivedMessages the sum of a tile needs.
-struct Received {
-  const Message* messages;
-  uint32_t num_messages;
-  const std::byte* buffer;
-};
-
-// Adds the tile's payloads to the checksums of the messages that hold them. Whether, in the view of
-// this thread, all of them are zero. A warp takes every fourth message.
-GRADFERRY_DEVICE bool sum_payloads(const Received& received, uint32_t payload_offset,
-                                   uint32_t num_bytes, uint64_t* sums) {
-  const uint32_t warp = threadIdx.x / kWarpLanes, lane = threadIdx.x % kWarpLanes;
-  uint32_t seen = 0;
-  for (uint32_t rank = warp; rank < received.num_messages; rank += kTileThreads / kWarpLanes) {
-    const std::byte* payloads = received.buffer + received.messages[rank].offset + kHeaderBytes;
-    const PayloadPart part =
-        sum_words(payloads + payload_offset, num_bytes, payload_offset, 16 * lane, 16 * kWarpLanes);
-    seen |= part.seen;
-    const uint64_t sum = warp_sum(part.sum);
-    if (lane == 0) add_to(sums + rank, sum);
-  }
-  return seen == 0;
-}
-
-// The payload's format does not depend on the dtype, except that of `exact`.
+// Calls f with the dtype of payloads. Their format does not depend on the gradient's, except that
+// of `exact`.
 template <typename Codec, typename F>
 GRADFERRY_DEVICE void with_payload_dtype(ScalarType dtype, F f) {
   if constexpr (Codec::kUsesDtype) {
@@ -42,8 +19,31 @@ GRADFERRY_DEVICE void with_payload_dtype(ScalarType dtype, F f) {
   f.template operator()<ScalarType::kFloat32>();
 }
 
-GRADFERRY_DEVICE const std::byte* payloads_of(const Received& received, uint32_t rank) {
-  return received.buffer + received.messages[rank].offset + kHeaderBytes;
+struct Inbox {
+  const ReceivedMessages& received;
+  uint64_t* sums;
+
+  // Where the payloads of a rank's message begin.
+  GRADFERRY_DEVICE const std::byte* operator()(uint32_t rank) const {
+    return received.buffer + received.messages[rank].offset + kHeaderBytes;
+  }
+  // checksum: the thread's part, of a payload.
+  GRADFERRY_DEVICE void note(uint32_t rank, uint64_t checksum) const {
+    add_sum(sums, rank, checksum);
+  }
+};
+
+// fp64: the checksums of the tile's payloads. Whether the thread has seen zeros alone.
+GRADFERRY_DEVICE bool sum_float64(const Tile& tile, const Inbox& inbox) {
+  uint32_t seen = 0;
+  for (uint32_t rank = 0; rank < inbox.received.num_messages; ++rank) {
+    PayloadSum sum(tile.payload_offset);
+    add_payload(sum, inbox(rank) + tile.payload_offset,
+                exact_float64::payload_bytes(tile.num_elements));
+    inbox.note(rank, sum.checksum);
+    seen |= sum.seen;
+  }
+  return seen == 0;
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

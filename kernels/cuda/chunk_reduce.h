@@ -5,54 +5,26 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-// Whether the tile is a held zero tile.
-GRADFERRY_DEVICE bool sum_and_compare(const Tile& tile, const Received& received,
-                                      uint32_t num_bytes, uint64_t* sums, bool hold_zero_tiles) {
-  const bool is_zero = sum_payloads(received, tile.payload_offset, num_bytes, sums);
-  return hold_zero_tiles && __syncthreads_or(is_zero ? 0 : 1) == 0;
-}
-
-template <typename Codec>
-GRADFERRY_APART StatusPart reduce_entry(const ChunkTile& entry, const ChunkCodec& codec,
-                                        uint64_t seed, uint64_t step, bool hold_zero_tiles,
-                                        ScalarType payload_dtype, const Message* messages,
-                                        uint32_t num_messages, const std::byte* buffer,
-                                        uint64_t* sums, const float* gain, float* residual,
-                                        std::byte* out) {
-  const Received received{messages, num_messages, buffer};
-  StatusPart part{0, 0};
-  with_payload_dtype<Codec>(payload_dtype, [&]<ScalarType dtype>() {
-    const auto unit = unit_of<Codec, dtype>(entry, codec, seed, step, Stage::kWorker);
-    const auto owner_unit = unit_of<Codec, dtype>(entry, codec, seed, step, Stage::kOwner);
-    const bool is_zero =
-        sum_and_compare(entry.tile, received, unit.payload_bytes, sums, hold_zero_tiles);
-    part = reduce_tile<Codec, dtype>(
-        unit, owner_unit, entry.tile, is_zero,
-        [&](uint32_t rank) { return payloads_of(received, rank); }, num_messages, gain,
-        residual_of(entry, residual), out);
-  });
-  return part;
-}
-
-template <typename Codecs, bool kIsFloat64>
-GRADFERRY_DEVICE StatusPart reduce_block(const ReduceChunkCall& call, const TileJob& job) {
+template <typename Codec, bool kIsFloat64>
+GRADFERRY_DEVICE StatusPart reduce_entry(const ReduceChunkCall& call, const ChunkTile& entry,
+                                         const ChunkCodec& codec) {
   const ChunkBatch& chunk = call.chunk;
-  const Received received{call.received.messages, call.received.num_messages, call.received.buffer};
+  const Tile& tile = entry.tile;
+  const Inbox inbox{call.received, sums_of(chunk)};
+  const uint32_t world_size = call.received.num_messages;
+  float* residual = residual_of(entry, call.residual);
   std::byte* out = call.out + kHeaderBytes;
   StatusPart part{0, 0};
   if constexpr (kIsFloat64) {
-    const Tile tile = job.entry.tile;
-    const bool is_zero =
-        sum_and_compare(tile, received, exact_float64::payload_bytes(tile.num_elements),
-                        sums_of(chunk), chunk.hold_zero_tiles);
-    part.checksum = exact_float64::reduce_tile(
-        tile, is_zero, [&](uint32_t rank) { return payloads_of(received, rank); },
-        received.num_messages, call.gain, residual_of(job.entry, call.residual), out);
+    const bool is_zero = sum_float64(tile, inbox);
+    const bool is_held = chunk.hold_zero_tiles && __syncthreads_or(is_zero ? 0 : 1) == 0;
+    part.checksum =
+        exact_float64::reduce_tile(tile, is_held, inbox, world_size, call.gain, residual, out);
   } else {
-    Codecs::with(job.codec.row, [&]<typename Codec>() {
-      part = reduce_entry<Codec>(job.entry, job.codec, job.seed, job.step, chunk.hold_zero_tiles,
-                                 chunk.dtype, received.messages, received.num_messages,
-                                 received.buffer, sums_of(chunk), call.gain, call.residual, out);
+    with_payload_dtype<Codec>(chunk.dtype, [&]<ScalarType dtype>() {
+      part = reduce_tile<Codec, dtype>(
+          [&](Stage stage) { return unit_of<Codec, dtype>(chunk, entry, codec, stage); }, tile,
+          chunk.hold_zero_tiles, inbox, world_size, call.gain, residual, out);
     });
   }
   return part;
@@ -60,20 +32,21 @@ GRADFERRY_DEVICE StatusPart reduce_block(const ReduceChunkCall& call, const Tile
 
 // A rank that owns no tile of the chunk has one block without a tile.
 template <typename Codecs, bool kIsFloat64>
-__global__ void __launch_bounds__(kTileThreads, Codecs::kMinBlocks)
-    reduce_chunk_kernel(ReduceChunkCall call) {
-  GRADFERRY_SHARED(StatusStorage<kTileThreads>, storage);
+__global__ void __launch_bounds__(kTileThreads, bounds_of(Codecs::kRow).reduce)
+    reduce_chunk_kernel(ReduceChunkCall call, Share share) {
   const ChunkBatch& chunk = call.chunk;
-  uint64_t* sum_sent = sums_of(chunk) + call.received.num_messages;
-  if (blockIdx.x < chunk.num_tiles) {
-    const StatusPart part = reduce_block<Codecs, kIsFloat64>(call, job_of(chunk));
-    const StatusPart all = combine_status<kTileThreads>(storage, part);
-    if (threadIdx.x == 0) {
-      add_to(sum_sent, all.checksum);
-      if ((all.flags & kTileCorrupt) != 0) atomicAdd(&chunk.progress->corrupt_tiles, 1);
-    }
-  }
-  if (!is_last_block(&chunk.progress->blocks_done)) return;
+  uint64_t* sums = sums_of(chunk);
+  const uint32_t sent = call.received.num_messages;  // behind those received
+  for_tiles<Codecs>(chunk, share,
+                    [&]<typename Codec>(uint32_t, const ChunkTile& entry, const ChunkCodec& codec) {
+                      const StatusPart part = reduce_entry<Codec, kIsFloat64>(call, entry, codec);
+                      add_sum(sums, sent, part.checksum);
+                      const bool is_corrupt = (block_flags(part.flags) & kTileCorrupt) != 0;
+                      if (is_corrupt && threadIdx.x == 0)
+                        atomicAdd(&chunk.progress->corrupt_tiles, 1);
+                    });
+  flush_sums(sums, sent + 1);
+  if (!share.concludes || !is_last_block(&chunk.progress->blocks_done)) return;
 
   if (call.forward != nullptr) judge_messages(chunk, call.from_siblings, nullptr, call.findings);
   check_messages(chunk, call.received, call.findings);
@@ -90,8 +63,8 @@ __global__ void __launch_bounds__(kTileThreads, Codecs::kMinBlocks)
                                            call.forward_payload_bytes, 0, status));
   }
   if (call.out == nullptr) return;
-  write_header(call.out, make_header(envelope, call.payload_bytes, *sum_sent, status));
-  *sum_sent = 0;
+  write_header(call.out, make_header(envelope, call.payload_bytes, sums[sent], status));
+  sums[sent] = 0;
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

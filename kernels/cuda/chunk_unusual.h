@@ -8,14 +8,16 @@ namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
 inline constexpr uint32_t kNoTile = 0xffffffffu;
 
-// The index of the first tile for which is_so(index) is true, or kNoTile; valid in thread 0 only.
+// The index of the first tile for which is_so(index) is true, or kNoTile.
 template <typename IsSo>
-GRADFERRY_DEVICE uint32_t first_tile(Minima& shared, const ChunkBatch& chunk, IsSo is_so) {
-  uint32_t first = kNoTile;
-  for (uint32_t i = threadIdx.x; i < chunk.num_tiles; i += kTileThreads) {
-    if (i < first && is_so(i)) first = i;
+GRADFERRY_DEVICE uint32_t first_tile(const ChunkBatch& chunk, IsSo is_so) {
+  for (uint32_t i = 0; i < chunk.num_tiles; i += kTileThreads) {
+    const uint32_t own = i + threadIdx.x;
+    if (__syncthreads_or(own < chunk.num_tiles && is_so(own) ? 1 : 0) == 0) continue;
+    while (!is_so(i)) ++i;
+    return i;
   }
-  return block_minimum(shared, first);
+  return kNoTile;
 }
 
 GRADFERRY_DEVICE void note_nonfinite(const Tile& tile, Findings* findings) {

@@ -11,11 +11,6 @@
 #include "kernels/common/lane.h"
 
 #define GRADFERRY_DEVICE __device__ __forceinline__
-#if defined(GRADFERRY_HOT_PATH_ONLY)
-#define GRADFERRY_APART GRADFERRY_DEVICE
-#else
-#define GRADFERRY_APART __device__ __noinline__
-#endif
 #define GRADFERRY_UNROLL _Pragma("unroll")
 #define GRADFERRY_SHARED(Type, name) __shared__ Type name
 
@@ -34,19 +29,34 @@ namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 inline constexpr uint32_t kWarpLanes = 32;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// For counting instructions (tools/count_sass.py): tiles are whole and aligned, their numbers
-// finite, what rare_path() begins is not there, and all is one function.
-#if defined(GRADFERRY_HOT_PATH_ONLY)
-inline constexpr bool kHotPathOnly = true;
-#else
-inline constexpr bool kHotPathOnly = false;
-#endif
-
+// For counting instructions (tools/count_sass.py), what this begins is not there: tiles are whole
+// and aligned, and their numbers finite.
 GRADFERRY_DEVICE void rare_path() {
 #if defined(GRADFERRY_HOT_PATH_ONLY)
   __trap();
   __builtin_unreachable();
 #endif
+}
+
+// x, of which the compiler knows nothing: what follows from it is computed anew from tile to tile,
+// or from rank to rank, and takes no registers in between.
+GRADFERRY_DEVICE uint32_t fresh(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// a * b + c, of a product that is exact: the sum is rounded once, as it would be otherwise. The
+// machine of tests/kernels/ptx takes no other fused product, and knows this one by the name.
+GRADFERRY_DEVICE float add_product(float a, float b, float c) {
+  float sum;
+  asm("{\n"
+      ".reg .f32 exact;\n"
+      "fma.rn.f32 exact, %1, %2, %3;\n"
+      "mov.f32 %0, exact;\n"
+      "}"
+      : "=f"(sum)
+      : "f"(a), "f"(b), "f"(c));
+  return sum;
 }
 
 // kKernel<<<num_blocks, num_threads, 0, stream>>>(args...), unless there are no blocks.
@@ -78,6 +88,13 @@ GRADFERRY_DEVICE T read(const void* p) {
 template <typename T>
 GRADFERRY_DEVICE void write(void* p, T value) {
   *static_cast<T*>(p) = value;
+}
+
+// As much shared memory as a tile of floats takes, the same wherever it is asked for. A warp's
+// slice of it is the warp's, from one of its barriers to the next.
+GRADFERRY_DEVICE float* scratch() {
+  GRADFERRY_SHARED(Bytes16, shared[kTileElements / 4]);
+  return reinterpret_cast<float*>(shared);
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "kernels/common/e2m1.h"
-#include "kernels/cuda/cuda.h"
+#include "kernels/cuda/quads.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::e2m1 {
 
@@ -19,6 +19,17 @@ GRADFERRY_DEVICE uint32_t code_of_doubled(float doubled) {
 GRADFERRY_DEVICE float value_of_code(uint32_t code, float half_scale) {
   const float x = from_bits((code & 7) << 22 | (code & 8) << 28);
   return x * 0x1p127f * half_scale;
+}
+
+// 2^-15 times the doubled values of the low four bits of each byte, exactly: as subnormal and small
+// numbers of 16 bits, whose exponent and fraction begin with a code's bits.
+GRADFERRY_DEVICE void half_values(uint32_t codes, float* x) {
+  const uint32_t even = (codes << 9 & 0x0e000e00u) | (codes << 12 & 0x80008000u);
+  const uint32_t odd = (codes << 1 & 0x0e000e00u) | (codes << 4 & 0x80008000u);
+  float pairs[kQuad];
+  widen_pair<ScalarType::kFloat16>(even, pairs);
+  widen_pair<ScalarType::kFloat16>(odd, pairs + 2);
+  x[0] = pairs[0], x[1] = pairs[2], x[2] = pairs[1], x[3] = pairs[3];
 }
 
 // What the scale bytes of a group with this exponent byte may be: 0, or kSmallestScaleCode .. most.

@@ -5,7 +5,6 @@
 #include <bit>
 
 #include "gradferry/device_library.h"
-#include "kernels/cuda/block_collectives.h"
 #include "kernels/cuda/slice.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
@@ -32,21 +31,6 @@ GRADFERRY_DEVICE void note(Findings* findings, const Fault& fault) {
   findings->chunk = fault.chunk;
   findings->expected = fault.expected;
   findings->received = fault.received;
-}
-
-struct Minima {
-  uint32_t of_warp[kTileThreads / kWarpLanes];
-};
-// The minimum over the block, valid in thread 0 only.
-GRADFERRY_DEVICE uint32_t block_minimum(Minima& shared, uint32_t value) {
-  const uint32_t least = __reduce_min_sync(kAllLanes, value);
-  if (threadIdx.x % kWarpLanes == 0) shared.of_warp[threadIdx.x / kWarpLanes] = least;
-  __syncthreads();
-  uint32_t result = least;
-  if (threadIdx.x == 0) {
-    for (const uint32_t other : shared.of_warp) result = other < result ? other : result;
-  }
-  return result;
 }
 
 // The only unsigned 64-bit type of CUDA's atomicAdd.
@@ -79,32 +63,13 @@ GRADFERRY_DEVICE Fault judge(const std::byte* message, Envelope envelope, uint32
           envelope.chunk, found.expected, found.received};
 }
 
-// The sum over the warp, in all lanes.
+// The sum over the warp, in all lanes: of 22, 22 and 20 bits, whose sums have 32 at most.
 GRADFERRY_DEVICE uint64_t warp_sum(uint64_t x) {
-  GRADFERRY_UNROLL
-  for (int lanes = kWarpLanes / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
-  return x;
-}
-
-// Part of the word_sum() of a payload, those 16 bytes of it that begin at a multiple `first` of 16
-// and then every `stride` bytes. `seen`: or of the words.
-struct PayloadPart {
-  uint64_t sum;
-  uint32_t seen;
-};
-GRADFERRY_DEVICE PayloadPart sum_words(const std::byte* payload, uint32_t num_bytes,
-                                       uint32_t message_offset, uint32_t first, uint32_t stride) {
-  const uint32_t first_weight = message_offset / 2 + kFirstWeight;
-  PayloadPart part{0, 0};
-  for (uint32_t i = first; i < num_bytes; i += stride) {
-    const Bytes16 words = read<Bytes16>(payload + i);
-    GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < 4; ++j) {
-      part.sum += uint64_t{words.word[j]} * (first_weight + 2 * (i / 4 + j));
-      part.seen |= words.word[j];
-    }
-  }
-  return part;
+  constexpr uint32_t kPart = (1u << 22) - 1;
+  const uint32_t low = __reduce_add_sync(kAllLanes, static_cast<uint32_t>(x) & kPart);
+  const uint32_t middle = __reduce_add_sync(kAllLanes, static_cast<uint32_t>(x >> 22) & kPart);
+  const uint32_t high = __reduce_add_sync(kAllLanes, static_cast<uint32_t>(x >> 44));
+  return low + (uint64_t{middle} << 22) + (uint64_t{high} << 44);
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

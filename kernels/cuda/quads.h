@@ -150,7 +150,6 @@ GRADFERRY_DEVICE void widen_quad(const Quad<dtype>& quad, float* x) {
 // How many items p lies behind an address that quads may have.
 template <ScalarType dtype>
 GRADFERRY_DEVICE uint32_t items_off_quads(const void* p) {
-  if constexpr (kHotPathOnly) return 0;
   return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(p)) / item_bytes(dtype) % kQuad;
 }
 
@@ -173,47 +172,6 @@ GRADFERRY_DEVICE void store_items(std::byte* p, const Quad<dtype>& quad, uint32_
     const bool is_inside = i >= begin && i < end;
     if (is_inside) store_item<dtype>(p + i * item_bytes(dtype), item_of<dtype>(quad, i));
   }
-}
-
-// Items first .. first + 3 of the eight that `before` and `after` are, with `first` 1, 2 or 3.
-template <ScalarType dtype>
-GRADFERRY_DEVICE Quad<dtype> quad_across(const Quad<dtype>& before, const Quad<dtype>& after,
-                                         uint32_t first) {
-  constexpr uint32_t kWords = sizeof(Quad<dtype>) / sizeof(uint32_t);
-  uint32_t words[2 * kWords];
-  GRADFERRY_UNROLL
-  for (uint32_t i = 0; i < kWords; ++i)
-    words[i] = before.word[i], words[kWords + i] = after.word[i];
-  // Two items further, then one, by what comes from constant places: so words stay in registers.
-  const bool two = (first & 2) != 0, one = (first & 1) != 0;
-  constexpr uint32_t kTwo = kWords / 2;
-  GRADFERRY_UNROLL
-  for (uint32_t i = 0; i < 2 * kWords - kTwo; ++i) words[i] = two ? words[i + kTwo] : words[i];
-  Quad<dtype> quad;
-  GRADFERRY_UNROLL
-  for (uint32_t i = 0; i < kWords; ++i) {
-    if constexpr (kWords == 4) {
-      quad.word[i] = one ? words[i + 1] : words[i];
-    } else {
-      quad.word[i] = one ? words[i] >> 16 | words[i + 1] << 16 : words[i];
-    }
-  }
-  return quad;
-}
-
-// What the lane before has in `quad`; the first lane gets what the last one has in `row_before`.
-template <ScalarType dtype>
-GRADFERRY_DEVICE Quad<dtype> from_lane_before(uint32_t lane, const Quad<dtype>& quad,
-                                              const Quad<dtype>& row_before) {
-  constexpr uint32_t kWords = sizeof(Quad<dtype>) / sizeof(uint32_t);
-  const bool is_last = lane == kWarpLanes - 1;
-  Quad<dtype> result;
-  GRADFERRY_UNROLL
-  for (uint32_t i = 0; i < kWords; ++i) {
-    const uint32_t sent = is_last ? row_before.word[i] : quad.word[i];
-    result.word[i] = __shfl_sync(kAllLanes, sent, static_cast<int>((lane - 1) % kWarpLanes));
-  }
-  return result;
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -30,15 +30,31 @@ GRADFERRY_DEVICE void write_scale(const Slice& slice, uint32_t scales_offset, ui
   }
 }
 
-// The scale of the lane's row: 0 of a zero block or of none, NaN of one without numbers.
+// What of a payload follows its codes: the pattern of the lane's row, or 0 if there is none, and a
+// byte of padding.
+struct RawScale {
+  uint32_t pattern, padding;
+};
+GRADFERRY_DEVICE RawScale fetch_scale(const Slice& slice, const std::byte* payload,
+                                      uint32_t scales_offset, uint32_t payload_bytes) {
+  const uint32_t end = scales_offset + 2 * block_scale::num_blocks(slice.num_elements);
+  const std::byte* own = payload + scales_offset + 2 * own_block(slice);
+  return {own_block_exists(slice) ? read<uint16_t>(own) : block_scale::kZero,
+          read_padding(payload, end, payload_bytes)};
+}
+GRADFERRY_DEVICE void sum_scale(const Slice& slice, uint32_t scales_offset, const RawScale& raw,
+                                PayloadSum& sum) {
+  const uint32_t end = scales_offset + 2 * block_scale::num_blocks(slice.num_elements);
+  sum.add(scales_offset + 2 * own_block(slice), slice.lane < kRows ? raw.pattern : 0);
+  sum.add(end + threadIdx.x, raw.padding);
+}
+
+// The scale of a pattern: 0 of a zero block or of none, NaN of one without numbers.
 struct RowScale {
   float scale;
   uint32_t flags;
 };
-GRADFERRY_DEVICE RowScale read_scale(const Slice& slice, const std::byte* payload,
-                                     uint32_t scales_offset, uint32_t largest, bool is_broken) {
-  if (!own_block_exists(slice)) return {0.0f, 0};
-  const uint32_t pattern = read<uint16_t>(payload + scales_offset + 2 * own_block(slice));
+GRADFERRY_DEVICE RowScale scale_of_pattern(uint32_t pattern, uint32_t largest, bool is_broken) {
   if (pattern == block_scale::kZero) return {0.0f, 0};
   const bool in_range = pattern >= block_scale::kSmallest && pattern <= largest;
   if (in_range && !is_broken) return {bf16_to_float(pattern), 0};

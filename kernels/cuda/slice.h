@@ -19,144 +19,44 @@ inline constexpr uint32_t kRowElements = 128;
 inline constexpr uint32_t kLaneElements = kRows * kQuad;
 inline constexpr uint32_t kSliceElements = kRows * kRowElements;
 inline constexpr uint32_t kTileThreads = kTileElements / kLaneElements;  // 128
+inline constexpr uint32_t kTileWarps = kTileThreads / kWarpLanes;
 
 struct Slice {
   uint32_t num_elements;  // of the tile
   uint32_t warp;
   uint32_t lane;
-  uint32_t first;  // element of the lane's quad in row 0
+  uint32_t first;   // element of the lane's quad in row 0
+  uint32_t stride;  // from row to row
 
-  GRADFERRY_DEVICE explicit Slice(uint32_t tile_elements)
-      : num_elements(tile_elements),
-        warp(threadIdx.x / kWarpLanes),
-        lane(threadIdx.x % kWarpLanes),
-        first(warp * kSliceElements + lane * kQuad) {}
+  // by_blocks: four lanes have a block of 128 for themselves; element 1024 * warp + 128 * b + 16 *
+  // row + 4 * q + i is x[4 * row + i] of lane 4 * b + q.
+  GRADFERRY_DEVICE explicit Slice(uint32_t tile_elements, bool by_blocks = false)
+      : Slice(tile_elements, by_blocks, fresh(threadIdx.x)) {}
 
-  GRADFERRY_DEVICE uint32_t element(uint32_t row) const { return first + row * kRowElements; }
+  GRADFERRY_DEVICE uint32_t element(uint32_t row) const { return first + row * stride; }
   // The same for all lanes of a warp:
-  GRADFERRY_DEVICE bool is_empty() const { return warp * kSliceElements >= num_elements; }
-  GRADFERRY_DEVICE bool is_whole() const {
-    if constexpr (kHotPathOnly) return true;
-    return warp * kSliceElements + kSliceElements <= num_elements;
+  GRADFERRY_DEVICE uint32_t begin() const { return warp * kSliceElements; }
+  GRADFERRY_DEVICE bool is_empty() const { return begin() >= num_elements; }
+  GRADFERRY_DEVICE bool is_whole() const { return begin() + kSliceElements <= num_elements; }
+  // Whether it is whole, and memory's quads are the lanes'.
+  template <ScalarType dtype>
+  GRADFERRY_DEVICE bool goes_by_quads(const std::byte* array) const {
+    return is_whole() && items_off_quads<dtype>(array) == 0;
   }
+
+ private:
+  GRADFERRY_DEVICE Slice(uint32_t tile_elements, bool by_blocks, uint32_t thread)
+      : num_elements(tile_elements),
+        warp(thread / kWarpLanes),
+        lane(thread % kWarpLanes),
+        first(begin() + (by_blocks ? lane / 4 * kRowElements + lane % 4 * kQuad : lane * kQuad)),
+        stride(by_blocks ? 4 * kQuad : kRowElements) {}
 };
 
 // --- slices --------------------------------------------------------------------------------------
 //
-// Whole slices go by quads, back to back. Where memory's quads are not the lanes', a lane accesses
-// the one that begins within its own, and neighbours exchange the rest; only the slice's ends go
-// item by item. Other slices do so everywhere, which a warp does to the same lines.
-
-// x = the lane's elements of a tile's array, +0 beyond its end: one by one.
-template <ScalarType dtype>
-GRADFERRY_DEVICE void load_elements(const Slice& slice, const std::byte* array, float* x) {
-  GRADFERRY_UNROLL
-  for (uint32_t j = 0; j < kLaneElements; ++j) {
-    const uint32_t element = slice.element(j / kQuad) + j % kQuad;
-    const std::byte* p = array + element * item_bytes(dtype);
-    x[j] = element < slice.num_elements ? load_item<dtype>(p) : 0.0f;
-  }
-}
-
-// The same, together where that can be.
-template <ScalarType dtype>
-GRADFERRY_DEVICE void load_slice(const Slice& slice, const std::byte* array, float* x) {
-  constexpr uint32_t kItem = item_bytes(dtype);
-  if (!slice.is_whole()) return load_elements<dtype>(slice, array, x);
-  const uint32_t off = items_off_quads<dtype>(array);
-  const uint32_t skipped = (kQuad - off) % kQuad;  // up to memory's next quad
-  const bool is_last_lane = slice.lane == kWarpLanes - 1;
-  Quad<dtype> quads[kRows];
-  GRADFERRY_UNROLL
-  for (uint32_t row = 0; row < kRows; ++row) {
-    const std::byte* p = array + (slice.element(row) + skipped) * kItem;
-    const bool is_end = off != 0 && row == kRows - 1 && is_last_lane;
-    quads[row] = is_end ? load_items<dtype>(p, 0, off) : read<Quad<dtype>>(p);
-  }
-  if (off != 0) {
-    const std::byte* begin = array + slice.warp * kSliceElements * kItem;
-    Quad<dtype> skipped_items{};
-    if (is_last_lane) skipped_items = load_items<dtype>(begin - off * kItem, off, kQuad);
-    GRADFERRY_UNROLL
-    for (uint32_t i = 0; i < kRows; ++i) {
-      const uint32_t row = kRows - 1 - i;
-      const Quad<dtype> row_before = row == 0 ? skipped_items : quads[row - 1];
-      const Quad<dtype> before = from_lane_before<dtype>(slice.lane, quads[row], row_before);
-      quads[row] = quad_across<dtype>(before, quads[row], off);
-    }
-  }
-  GRADFERRY_UNROLL
-  for (uint32_t row = 0; row < kRows; ++row) widen_quad<dtype>(quads[row], x + kQuad * row);
-}
-
-// Whether a residual's slice goes by quads. Its lanes write what they read, so that none may read
-// what is another's: where memory's quads are not theirs, which engines avoid, it goes one by one.
-GRADFERRY_DEVICE bool goes_by_quads(const Slice& slice, const float* residual) {
-  return slice.is_whole() && items_off_quads<ScalarType::kFloat32>(residual) == 0;
-}
-
-GRADFERRY_DEVICE void load_residual(const Slice& slice, const float* residual, float* x) {
-  constexpr ScalarType kFloat = ScalarType::kFloat32;
-  const auto* array = reinterpret_cast<const std::byte*>(residual);
-  if (!goes_by_quads(slice, residual)) return load_elements<kFloat>(slice, array, x);
-  GRADFERRY_UNROLL
-  for (uint32_t row = 0; row < kRows; ++row) {
-    const auto* p = array + slice.element(row) * sizeof(float);
-    widen_quad<kFloat>(read<Quad<kFloat>>(p), x + kQuad * row);
-  }
-}
-
-// Stores the lane's elements, among which is no NaN but the canonical one. Whether all of them
-// arrive finite.
-template <ScalarType dtype>
-GRADFERRY_DEVICE bool store_slice(const Slice& slice, std::byte* array, const float* x) {
-  constexpr uint32_t kItem = item_bytes(dtype);
-  bool all_finite = true;
-  if (!slice.is_whole()) {
-    GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < kLaneElements; ++j) {
-      const uint32_t element = slice.element(j / kQuad) + j % kQuad;
-      if (element >= slice.num_elements) continue;
-      all_finite = all_finite && arrives_finite<dtype>(x[j]);
-      store_item<dtype>(array + element * kItem, narrow<dtype>(x[j]));
-    }
-    return all_finite;
-  }
-  const uint32_t off = items_off_quads<dtype>(array);
-  Quad<dtype> row_before{};
-  GRADFERRY_UNROLL
-  for (uint32_t row = 0; row < kRows; ++row) {
-    std::byte* p = array + slice.element(row) * kItem;
-    const bool is_finite = quad_arrives_finite<dtype>(x + kQuad * row);
-    all_finite = all_finite && is_finite;
-    const Quad<dtype> quad = narrow_quad<dtype>(x + kQuad * row, is_finite);
-    if (off == 0) {
-      write(p, quad);
-      continue;
-    }
-    const Quad<dtype> before = from_lane_before<dtype>(slice.lane, quad, row_before);
-    const Quad<dtype> in_memory = quad_across<dtype>(before, quad, kQuad - off);
-    row_before = quad;
-    if (row == 0 && slice.lane == 0) {
-      store_items<dtype>(p - off * kItem, in_memory, off, kQuad);
-    } else {
-      write(p - off * kItem, in_memory);
-    }
-    if (row == kRows - 1 && slice.lane == kWarpLanes - 1) {
-      store_items<dtype>(p, quad, kQuad - off, kQuad);
-    }
-  }
-  return all_finite;
-}
-
-// x is +0 from the tile's end on.
-GRADFERRY_DEVICE void clear_beyond_end(const Slice& slice, float* x) {
-  if (slice.is_whole()) return;
-  GRADFERRY_UNROLL
-  for (uint32_t j = 0; j < kLaneElements; ++j) {
-    if (slice.element(j / kQuad) + j % kQuad >= slice.num_elements) x[j] = 0.0f;
-  }
-}
+// Slices go by quads where they can. Others go element by element, neighbours at once, and in
+// shared memory from where they lie to the lanes that have them, or back.
 
 // Whether all of the lane's elements are finite, and what narrow() makes of them.
 template <ScalarType dtype>
@@ -165,6 +65,83 @@ GRADFERRY_DEVICE bool slice_arrives_finite(const float* x) {
   GRADFERRY_UNROLL
   for (uint32_t j = 0; j < kLaneElements; ++j) is_finite = is_finite && arrives_finite<dtype>(x[j]);
   return is_finite;
+}
+
+// The lane's quads of a whole slice, where memory's are the lanes'.
+template <ScalarType dtype>
+GRADFERRY_DEVICE void load_quads(const Slice& slice, const std::byte* array, float* x) {
+  Quad<dtype> quads[kRows];
+  GRADFERRY_UNROLL
+  for (uint32_t row = 0; row < kRows; ++row) {
+    quads[row] = read<Quad<dtype>>(array + slice.element(row) * item_bytes(dtype));
+  }
+  GRADFERRY_UNROLL
+  for (uint32_t row = 0; row < kRows; ++row) widen_quad<dtype>(quads[row], x + kQuad * row);
+}
+template <ScalarType dtype>
+GRADFERRY_DEVICE void store_quads(const Slice& slice, std::byte* array, const float* x) {
+  GRADFERRY_UNROLL
+  for (uint32_t row = 0; row < kRows; ++row) {
+    write(array + slice.element(row) * item_bytes(dtype),
+          narrow_quad<dtype>(x + kQuad * row, true));
+  }
+}
+
+// Calls f(element, its place in shared memory, which holds the lane's x by then) for all of a
+// slice.
+template <typename F>
+GRADFERRY_DEVICE void for_elements(const Slice& slice, const float* x, F f) {
+  rare_path();
+  auto* array = reinterpret_cast<std::byte*>(scratch());
+  __syncwarp();
+  store_quads<ScalarType::kFloat32>(slice, array, x);
+  __syncwarp();
+  const uint32_t begin = slice.begin() + slice.lane;
+#pragma unroll 4
+  for (uint32_t i = 0; i < kSliceElements; i += kWarpLanes) {
+    if (begin + i < slice.num_elements) f(begin + i, scratch()[begin + i]);
+  }
+  __syncwarp();
+}
+
+// x = the lane's elements of a tile's array, +0 beyond its end.
+template <ScalarType dtype>
+GRADFERRY_DEVICE void load_slice(const Slice& slice, const std::byte* array, float* x) {
+  if (slice.goes_by_quads<dtype>(array)) return load_quads<dtype>(slice, array, x);
+  GRADFERRY_UNROLL
+  for (uint32_t j = 0; j < kLaneElements; ++j) x[j] = 0.0f;
+  for_elements(slice, x, [&](uint32_t i, float& place) {
+    place = load_item<dtype>(array + i * item_bytes(dtype));
+  });
+  load_quads<ScalarType::kFloat32>(slice, reinterpret_cast<std::byte*>(scratch()), x);
+  __syncwarp();
+}
+
+// Stores the lane's elements, among which is no NaN but the canonical one. Whether all of them
+// arrive finite.
+template <ScalarType dtype>
+GRADFERRY_DEVICE bool store_slice(const Slice& slice, std::byte* array, const float* x) {
+  const bool is_finite = slice_arrives_finite<dtype>(x);
+  // Of fp32 the bits are what they are.
+  const bool by_quads = dtype == ScalarType::kFloat32 || __all_sync(kAllLanes, is_finite ? 1 : 0);
+  if (by_quads && slice.goes_by_quads<dtype>(array)) {
+    store_quads<dtype>(slice, array, x);
+  } else {
+    for_elements(slice, x, [&](uint32_t i, float y) {
+      store_item<dtype>(array + i * item_bytes(dtype), narrow<dtype>(y));
+    });
+  }
+  return is_finite;
+}
+
+// x is +0 from the tile's end on.
+GRADFERRY_DEVICE void clear_beyond_end(const Slice& slice, float* x) {
+  if (slice.is_whole()) return;
+  rare_path();
+  GRADFERRY_UNROLL
+  for (uint32_t j = 0; j < kLaneElements; ++j) {
+    if (slice.element(j / kQuad) + j % kQuad >= slice.num_elements) x[j] = 0.0f;
+  }
 }
 
 // --- warps ---------------------------------------------------------------------------------------
@@ -189,16 +166,14 @@ GRADFERRY_DEVICE void halve_rows(const Slice& slice, int lanes, const T* x, T* h
   }
 }
 
-// Reduces x[row] of all rows over 8 lanes, those told apart by three powers of two, the first one
-// first: 7 shuffles, not 24. A lane gets the row whose bits 0, 1, 2 are its places in the pairs of
-// first, second, third: with 1, 2, 4 an octet is reduced, and lane l has row l % 8.
+// Reduces x[row] of all rows over the 8 lanes of an octet: 7 shuffles, not 24. Lane l gets row l
+// % 8.
 template <typename T, typename Op>
-GRADFERRY_DEVICE T rows_to_lanes(const Slice& slice, const T* x, Op op, int first = 1,
-                                 int second = 2, int third = 4) {
+GRADFERRY_DEVICE T rows_to_lanes(const Slice& slice, const T* x, Op op) {
   T half[kRows / 2], quarter[kRows / 4], result;
-  halve_rows<kRows>(slice, first, x, half, op);
-  halve_rows<kRows / 2>(slice, second, half, quarter, op);
-  halve_rows<kRows / 4>(slice, third, quarter, &result, op);
+  halve_rows<kRows>(slice, 1, x, half, op);
+  halve_rows<kRows / 2>(slice, 2, half, quarter, op);
+  halve_rows<kRows / 4>(slice, 4, quarter, &result, op);
   return result;
 }
 

@@ -3,7 +3,7 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-extern const ChunkKernels exact_chunks;
-const ChunkKernels exact_chunks = ChunkLauncher<WithExact<exact::TileCodec>>::kernels();
+extern const CodecKernels exact_chunks;
+const CodecKernels exact_chunks = ChunkLauncher<WithExact<exact::TileCodec>>::kernels();
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -68,23 +68,12 @@ GRADFERRY_DEVICE uint64_t encode_tile(const Tile& tile, bool hold_zero_tiles,
   return writer.checksum;
 }
 
-// Restores the residual of element i, where what arrived is not finite. `encoded`: the tile's
-// numbers before encode.
-GRADFERRY_DEVICE void undo_element(const Tile& tile, uint32_t i, const std::byte* own_payload,
-                                   const double* encoded, double alpha, float* residual) {
-  const double value = read<double>(own_payload + 8 * i);
-  const double sent = alpha * encoded[i];
-  float* r = residual + tile.residual_offset + i;
-  *r = residual_of(static_cast<double>(*r) + (value - sent), *r);
+GRADFERRY_DEVICE void add_residual(float* residual, double x) {
+  *residual = residual_of(static_cast<double>(*residual) + x, *residual);
 }
 
-GRADFERRY_DEVICE void add_element(const Tile& tile, uint32_t i, double value, double beta,
-                                  float* residual) {
-  float* r = residual + tile.residual_offset + i;
-  *r = residual_of(static_cast<double>(*r) + beta * value, *r);
-}
-
-// Decodes, and undoes before that; residual null: neither is done to it.
+// Decodes, and puts back into the residual what was lost, `encoded` being the tile's numbers before
+// encode; residual null: neither is done to it.
 GRADFERRY_DEVICE uint32_t decode_tile(const Tile& tile, const std::byte* own_payload,
                                       const std::byte* payload, const double* encoded,
                                       double* gradient, double alpha, double beta,
@@ -94,10 +83,11 @@ GRADFERRY_DEVICE uint32_t decode_tile(const Tile& tile, const std::byte* own_pay
     const double value = read<double>(payload + 8 * i);
     const uint32_t element_flags = flags_of(value);
     flags |= element_flags;
-    if (residual != nullptr && element_flags != 0) {
-      undo_element(tile, i, own_payload, encoded, alpha, residual);
-    } else if (residual != nullptr && beta != 0.0) {
-      add_element(tile, i, value, beta, residual);
+    float* r = residual == nullptr ? nullptr : residual + tile.residual_offset + i;
+    if (r != nullptr && element_flags != 0) {
+      add_residual(r, read<double>(own_payload + 8 * i) - alpha * encoded[i]);
+    } else if (r != nullptr && beta != 0.0) {
+      add_residual(r, beta * value);
     }
     write(gradient + tile.gradient_offset + i, canonical_bits(value));
   }

@@ -3,7 +3,7 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-extern const ChunkKernels q4_chunks;
-const ChunkKernels q4_chunks = ChunkLauncher<WithExact<q4::TileCodec>>::kernels();
+extern const CodecKernels q4_chunks;
+const CodecKernels q4_chunks = ChunkLauncher<WithExact<q4::TileCodec>>::kernels();
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

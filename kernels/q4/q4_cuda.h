@@ -17,6 +17,7 @@
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::q4 {
 
 constexpr uint32_t kRowBlocks = kRowElements / q4::kBlock;  // 4
+constexpr uint32_t kRowBytes = kRowElements / 2;            // of codes
 static_assert(kSliceElements == q4::kGroup && kRows * kRowBlocks == kWarpLanes);
 
 // Where the lane stands in its octet, and what of the payload is its own.
@@ -72,11 +73,20 @@ GRADFERRY_DEVICE void write_non_finite(const Slice& slice, const Place& place, f
   for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = from_bits(kNanBits);
 }
 
+// Group exponents up to which a scale, at most 448, times 2^14 is finite.
+constexpr int32_t kLargestHalfExponent = 104;
+
 struct Q4 {
   using Options = NoOptions;
+  static constexpr CodecRow kRow = CodecRow::q4;
+  static constexpr bool kByBlocks = false;
   static constexpr bool kUnitsAreQuads = true;
   static constexpr bool kUsesDtype = false;
-  static constexpr uint32_t kMinBlocks = 4;  // what nvcc takes by itself spills on sm_86 and sm_89
+  struct Words {
+    uint32_t codes[kRows / 2], scale, exponent, padding;
+  };
+  template <ScalarType>
+  using Raw = Words;
 
   GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage stage,
                                                  Options) {
@@ -123,56 +133,90 @@ struct Q4 {
       const uint32_t sent = place.is_low() ? codes[1] : codes[0];
       const uint32_t met = __shfl_xor_sync(kAllLanes, sent, 4);
       if (place.code_block(slice, row) < place.num_blocks) {
-        out.word(place.code_offset(slice, row), place.is_low() ? kept | met << 4 : met | kept << 4);
+        out.word(place.code_offset(slice, 0), place.is_low() ? kept | met << 4 : met | kept << 4,
+                 row * kRowBytes);
       }
     }
   }
 
+  template <ScalarType>
+  GRADFERRY_DEVICE static Words fetch(const TileUnit<Options>& unit, const std::byte* payload) {
+    const Slice& slice = unit.slice;
+    const uint32_t n = slice.num_elements, exponents = q4::exponents_offset(n);
+    const Place place(slice);
+    Words raw{};
+    GRADFERRY_UNROLL
+    for (uint32_t row = 0; row < kRows; row += 2) {
+      if (place.code_block(slice, row) < place.num_blocks) {
+        raw.codes[row / 2] = read<uint32_t>(payload + place.code_offset(slice, row));
+      }
+    }
+    if (place.block < place.num_blocks) {
+      raw.scale = read<uint8_t>(payload + q4::scales_offset(n) + place.block);
+    }
+    if (!slice.is_empty()) raw.exponent = read<uint8_t>(payload + exponents + slice.warp);
+    raw.padding = read_padding(payload, exponents + q4::num_groups(n), unit.payload_bytes);
+    return raw;
+  }
+
+  template <ScalarType>
+  GRADFERRY_DEVICE static void sum(const TileUnit<Options>& unit, const Words& raw,
+                                   PayloadSum& sum) {
+    const Slice& slice = unit.slice;
+    const uint32_t n = slice.num_elements, exponents = q4::exponents_offset(n);
+    const Place place(slice);
+    GRADFERRY_UNROLL
+    for (uint32_t row = 0; row < kRows; row += 2) {
+      sum.add_word(place.code_offset(slice, 0), raw.codes[row / 2], row * kRowBytes);
+    }
+    sum.add(q4::scales_offset(n) + place.block, raw.scale);
+    sum.add(exponents + slice.warp, slice.lane == 0 ? raw.exponent : 0);
+    sum.add(exponents + q4::num_groups(n) + threadIdx.x, raw.padding);
+  }
+
   template <ScalarType, typename Sink>
-  GRADFERRY_DEVICE static uint32_t decode(const TileUnit<Options>& unit, const std::byte* payload,
+  GRADFERRY_DEVICE static uint32_t decode(const TileUnit<Options>& unit, const Words& raw,
                                           Sink sink) {
     const Slice& slice = unit.slice;
     if (slice.is_empty()) return 0;
-    const uint32_t n = slice.num_elements;
     const Place place(slice);
-    uint32_t words[kRows / 2];
-    GRADFERRY_UNROLL
-    for (uint32_t row = 0; row < kRows; row += 2) {
-      const bool exists = place.code_block(slice, row) < place.num_blocks;
-      words[row / 2] = exists ? read<uint32_t>(payload + place.code_offset(slice, row)) : 0;
-    }
-    const uint32_t scale = place.block < place.num_blocks
-                               ? read<uint8_t>(payload + q4::scales_offset(n) + place.block)
-                               : 0;
-    const uint32_t exponent = read<uint8_t>(payload + q4::exponents_offset(n) + slice.warp);
-
-    const int32_t k = static_cast<int32_t>(exponent) - q4::kExponentBias;
-    const bool scale_is_valid = q4::is_valid_scale(scale, q4::scale_range(exponent));
+    const int32_t k = static_cast<int32_t>(raw.exponent) - q4::kExponentBias;
+    const bool scale_is_valid = q4::is_valid_scale(raw.scale, q4::scale_range(raw.exponent));
     const bool valid = __all_sync(kAllLanes, scale_is_valid ? 1 : 0) != 0;
-    if (!valid || exponent == q4::kNonFiniteExponent) {
+    if (!valid || raw.exponent == q4::kNonFiniteExponent) {
       rare_path();
       GRADFERRY_UNROLL
       for (uint32_t j = 0; j < kLaneElements; ++j) sink(j, from_bits(kNanBits));
       return valid ? kTileNonFinite : kTileNonFinite | kTileCorrupt;
     }
 
-    // Half the scale: 6 times that is finite, 12 times is what code 7 stands for.
-    const float half_scale = q4::decode_scale(scale, k) * 0.5f;
-    GRADFERRY_UNROLL
-    for (uint32_t row = 0; row < kRows; row += 2) {
-      const uint32_t own = words[row / 2];
-      const uint32_t met = __shfl_xor_sync(kAllLanes, own, 4);
-      const uint32_t codes[2] = {place.is_low() ? own : met >> 4, place.is_low() ? met : own >> 4};
+    // Half the scale: 6 times that is finite, 12 times is what code 7 stands for. It is multiplied
+    // by 2^15 for the numbers of half_values(), unless the group is so large that it would
+    // overflow.
+    const float half_scale = q4::decode_scale(raw.scale, k) * 0.5f;
+    const auto give = [&](float factor, float of_value) {
       GRADFERRY_UNROLL
-      for (uint32_t r = 0; r < 2; ++r) {
-        const float half = place.of_row(half_scale, row + r);
-        // Codes of a zero block are ignored: a negative one would decode to -0.
-        const uint32_t meaningful = half == 0.0f ? 0 : codes[r];
+      for (uint32_t row = 0; row < kRows; row += 2) {
+        const uint32_t own = raw.codes[row / 2];
+        const uint32_t met = __shfl_xor_sync(kAllLanes, own, 4);
+        const uint32_t codes[2] = {place.is_low() ? own : met >> 4,
+                                   place.is_low() ? met : own >> 4};
         GRADFERRY_UNROLL
-        for (uint32_t i = 0; i < kQuad; ++i) {
-          sink(kQuad * (row + r) + i, q4::value_of_code(meaningful >> (8 * i), half));
+        for (uint32_t r = 0; r < 2; ++r) {
+          const float f = place.of_row(factor, row + r);
+          // Codes of a zero block are ignored: a negative one would decode to -0.
+          float x[kQuad];
+          q4::half_values(f == 0.0f ? 0 : codes[r], x);
+          GRADFERRY_UNROLL
+          for (uint32_t i = 0; i < kQuad; ++i) sink(kQuad * (row + r) + i, x[i] * of_value, f);
         }
       }
+    };
+    if (k <= kLargestHalfExponent) {
+      give(half_scale * 0x1p15f, 1.0f);
+    } else {
+      rare_path();
+      give(half_scale, 0x1p15f);
     }
     return 0;
   }

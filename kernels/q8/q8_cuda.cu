@@ -3,7 +3,7 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-extern const ChunkKernels q8_chunks;
-const ChunkKernels q8_chunks = ChunkLauncher<WithExact<q8::TileCodec>>::kernels();
+extern const CodecKernels q8_chunks;
+const CodecKernels q8_chunks = ChunkLauncher<WithExact<q8::TileCodec>>::kernels();
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

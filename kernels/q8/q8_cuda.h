@@ -26,10 +26,16 @@ GRADFERRY_DEVICE float code_value(uint32_t code) {
 
 struct Q8 {
   using Options = NoOptions;
+  static constexpr CodecRow kRow = CodecRow::q8;
+  static constexpr bool kByBlocks = false;
   static constexpr bool kUnitsAreQuads = true;
   static constexpr bool kUsesDtype = false;
-  // By itself the compiler spills where gradients have 16 bits.
-  static constexpr uint32_t kMinBlocks = 4;
+  struct Words {
+    uint32_t codes[kRows];
+    RawScale scale;
+  };
+  template <ScalarType>
+  using Raw = Words;
 
   GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage stage,
                                                  Options) {
@@ -65,43 +71,73 @@ struct Q8 {
         x = row_is_finite ? x - element.value : from_bits(kNanBits);
       }
       if (slice.element(row) < scales_offset) {
-        out.word(slice.element(row), row_is_finite ? codes : 0);
+        out.word(slice.first, row_is_finite ? codes : 0, row * kRowElements);
       }
     }
   }
 
-  template <ScalarType, typename Sink>
-  GRADFERRY_DEVICE static uint32_t decode(const TileUnit<Options>& unit, const std::byte* payload,
-                                          Sink sink) {
+  template <ScalarType>
+  GRADFERRY_DEVICE static Words fetch(const TileUnit<Options>& unit, const std::byte* payload) {
     const Slice& slice = unit.slice;
-    if (slice.is_empty()) return 0;
-    const uint32_t n = slice.num_elements;
-    uint32_t words[kRows], broken_rows = 0;
+    const uint32_t scales_offset = q8::scales_offset(slice.num_elements);
+    Words raw{};
     GRADFERRY_UNROLL
     for (uint32_t row = 0; row < kRows; ++row) {
       const uint32_t element = slice.element(row);
-      words[row] = element < n ? read<uint32_t>(payload + element) : 0;
+      if (element < scales_offset) raw.codes[row] = read<uint32_t>(payload + element);
+    }
+    raw.scale = fetch_scale(slice, payload, scales_offset, unit.payload_bytes);
+    return raw;
+  }
+
+  template <ScalarType>
+  GRADFERRY_DEVICE static void sum(const TileUnit<Options>& unit, const Words& raw,
+                                   PayloadSum& sum) {
+    const Slice& slice = unit.slice;
+    GRADFERRY_UNROLL
+    for (uint32_t row = 0; row < kRows; ++row) {
+      sum.add_word(slice.first, raw.codes[row], row * kRowElements);
+    }
+    sum_scale(slice, q8::scales_offset(slice.num_elements), raw.scale, sum);
+  }
+
+  template <ScalarType, typename Sink>
+  GRADFERRY_DEVICE static uint32_t decode(const TileUnit<Options>& unit, const Words& raw,
+                                          Sink sink) {
+    const Slice& slice = unit.slice;
+    if (slice.is_empty()) return 0;
+    uint32_t codes[kRows], broken_rows = 0;
+    GRADFERRY_UNROLL
+    for (uint32_t row = 0; row < kRows; ++row) codes[row] = raw.codes[row];
+    if (!slice.is_whole()) {
+      rare_path();  // codes beyond the tile's end are ignored
+      const uint32_t n = fresh(slice.num_elements);
+      GRADFERRY_UNROLL
+      for (uint32_t row = 0; row < kRows; ++row) {
+        const uint32_t element = slice.element(row), rest = element < n ? n - element : 0;
+        if (rest < kQuad) codes[row] &= (1u << (8 * rest)) - 1;
+      }
     }
     GRADFERRY_UNROLL
     for (uint32_t row = 0; row < kRows; ++row) {
-      // Codes beyond the tile's end are ignored.
-      const uint32_t rest = n - slice.element(row);
-      const uint32_t looked_at = slice.is_whole() || rest >= kQuad ? ~0u : (1u << (8 * rest)) - 1;
-      const bool broken = (broken_bytes(words[row]) & looked_at) != 0;
-      broken_rows |= (broken ? 1u : 0u) << row;
+      broken_rows |= (broken_bytes(codes[row]) != 0 ? 1u : 0u) << row;
     }
     broken_rows = warp_or(broken_rows);
-    const RowScale own = read_scale(slice, payload, q8::scales_offset(n), q8::kLargestScale,
-                                    (broken_rows >> (slice.lane % kRows) & 1) != 0);
+    const RowScale own = scale_of_pattern(raw.scale.pattern, q8::kLargestScale,
+                                          (broken_rows >> (slice.lane % kRows) & 1) != 0);
     GRADFERRY_UNROLL
     for (uint32_t row = 0; row < kRows; ++row) {
       const float scale = of_row(own.scale, row);
-      const bool is_number = !is_nan(scale);
-      const uint32_t codes = scale > 0.0f ? words[row] : 0;
+      const uint32_t meaningful = scale > 0.0f ? codes[row] : 0;
+      if (is_nan(scale)) {
+        rare_path();
+        GRADFERRY_UNROLL
+        for (uint32_t i = 0; i < kQuad; ++i) sink(kQuad * row + i, from_bits(kNanBits));
+        continue;
+      }
       GRADFERRY_UNROLL
       for (uint32_t i = 0; i < kQuad; ++i) {
-        const float value = code_value(codes >> (8 * i) & 0xffu) * scale;
-        sink(kQuad * row + i, is_number ? value : from_bits(kNanBits));
+        sink(kQuad * row + i, code_value(meaningful >> (8 * i) & 0xffu), scale);
       }
     }
     return own.flags;

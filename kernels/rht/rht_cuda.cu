@@ -3,7 +3,7 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-extern const ChunkKernels rht_chunks;
-const ChunkKernels rht_chunks = ChunkLauncher<WithExact<rht::TileCodec>>::kernels();
+extern const CodecKernels rht_chunks;
+const CodecKernels rht_chunks = ChunkLauncher<WithExact<rht::TileCodec>>::kernels();
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -3,7 +3,7 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-extern const ChunkKernels sign1_chunks;
-const ChunkKernels sign1_chunks = ChunkLauncher<WithExact<sign1::TileCodec>>::kernels();
+extern const CodecKernels sign1_chunks;
+const CodecKernels sign1_chunks = ChunkLauncher<WithExact<sign1::TileCodec>>::kernels();
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -21,9 +21,16 @@ GRADFERRY_DEVICE uint32_t word_offset(const Slice& slice) {
 
 struct Sign1 {
   using Options = NoOptions;
+  static constexpr CodecRow kRow = CodecRow::sign1;
+  static constexpr bool kByBlocks = false;
   static constexpr bool kUnitsAreQuads = true;
   static constexpr bool kUsesDtype = false;
-  static constexpr uint32_t kMinBlocks = 0;
+  struct Words {
+    uint32_t signs;
+    RawScale scale;
+  };
+  template <ScalarType>
+  using Raw = Words;
 
   GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage stage,
                                                  Options) {
@@ -78,20 +85,34 @@ struct Sign1 {
     }
   }
 
+  template <ScalarType>
+  GRADFERRY_DEVICE static Words fetch(const TileUnit<Options>& unit, const std::byte* payload) {
+    const uint32_t scales_offset = sign1::scales_offset(unit.slice.num_elements);
+    const uint32_t offset = word_offset(unit.slice);
+    // The payload goes on after the signs: a word that is half theirs may be read as a whole.
+    return {offset + 2 <= scales_offset ? read<uint32_t>(payload + offset) : 0,
+            fetch_scale(unit.slice, payload, scales_offset, unit.payload_bytes)};
+  }
+
+  template <ScalarType>
+  GRADFERRY_DEVICE static void sum(const TileUnit<Options>& unit, const Words& raw,
+                                   PayloadSum& sum) {
+    const uint32_t scales_offset = sign1::scales_offset(unit.slice.num_elements);
+    const uint32_t offset = word_offset(unit.slice);
+    sum.add_word(offset, offset + 4 <= scales_offset ? raw.signs : raw.signs & 0xffffu);
+    sum_scale(unit.slice, scales_offset, raw.scale, sum);
+  }
+
   template <ScalarType, typename Sink>
-  GRADFERRY_DEVICE static uint32_t decode(const TileUnit<Options>& unit, const std::byte* payload,
+  GRADFERRY_DEVICE static uint32_t decode(const TileUnit<Options>& unit, const Words& raw,
                                           Sink sink) {
     const Slice& slice = unit.slice;
     if (slice.is_empty()) return 0;
-    const uint32_t scales_offset = sign1::scales_offset(slice.num_elements);
-    const uint32_t offset = word_offset(slice);
-    // The payload goes on after the signs: a word that is half theirs may be read as a whole.
-    const uint32_t word = offset + 2 <= scales_offset ? read<uint32_t>(payload + offset) : 0;
-    const RowScale own = read_scale(slice, payload, scales_offset, block_scale::kLargest, false);
+    const RowScale own = scale_of_pattern(raw.scale.pattern, block_scale::kLargest, false);
     GRADFERRY_UNROLL
     for (uint32_t row = 0; row < kRows; ++row) {
       const float scale = of_row(own.scale, row);
-      const uint32_t octet_signs = __shfl_sync(kAllLanes, word, (slice.lane & ~7u) + row);
+      const uint32_t octet_signs = __shfl_sync(kAllLanes, raw.signs, (slice.lane & ~7u) + row);
       const uint32_t signs = scale > 0.0f ? octet_signs >> (kQuad * (slice.lane % 8)) : 0;
       GRADFERRY_UNROLL
       for (uint32_t i = 0; i < kQuad; ++i) {

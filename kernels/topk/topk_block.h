@@ -12,10 +12,8 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::topk {
 
-inline constexpr uint32_t kWarps = kTileThreads / kWarpLanes;
-
 struct WarpTotals {
-  uint32_t of_warp[2][kWarps];  // two, so that one barrier per sum is enough
+  uint32_t of_warp[2][kTileWarps];  // two, so that one barrier per sum is enough
 };
 
 // The sum over all threads, in all of them. `turn` alternates from call to call.
@@ -26,7 +24,7 @@ GRADFERRY_DEVICE uint32_t block_sum(const Slice& slice, WarpTotals& totals, uint
   __syncthreads();
   uint32_t sum = 0;
   GRADFERRY_UNROLL
-  for (uint32_t w = 0; w < kWarps; ++w) sum += totals.of_warp[turn % 2][w];
+  for (uint32_t w = 0; w < kTileWarps; ++w) sum += totals.of_warp[turn % 2][w];
   return sum;
 }
 
@@ -78,6 +76,25 @@ GRADFERRY_DEVICE uint32_t exclusive_warp_sum(const Slice& slice, uint32_t x) {
     if (slice.lane >= lanes) sum += other;
   }
   return sum - x;
+}
+
+// The sum over the threads before this one, and that over all. Needs a barrier since the last use
+// of `totals`.
+struct Scanned {
+  uint32_t before, total;
+};
+GRADFERRY_DEVICE Scanned exclusive_sum(const Slice& slice, WarpTotals& totals, uint32_t x) {
+  const uint32_t in_warp = exclusive_warp_sum(slice, x);
+  if (slice.lane == kWarpLanes - 1) totals.of_warp[0][slice.warp] = in_warp + x;
+  __syncthreads();
+  Scanned result{in_warp, 0};
+  GRADFERRY_UNROLL
+  for (uint32_t w = 0; w < kTileWarps; ++w) {
+    const uint32_t total = totals.of_warp[0][w];
+    result.before += w < slice.warp ? total : 0;
+    result.total += total;
+  }
+  return result;
 }
 
 // Counts go in pairs: those above the cut in the low half of a word, those at it in the high half.

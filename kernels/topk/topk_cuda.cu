@@ -3,7 +3,7 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 
-extern const ChunkKernels topk_chunks;
-const ChunkKernels topk_chunks = ChunkLauncher<WithExact<topk::TileCodec>>::kernels();
+extern const CodecKernels topk_chunks;
+const CodecKernels topk_chunks = ChunkLauncher<WithExact<topk::TileCodec>>::kernels();
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE

@@ -2,7 +2,7 @@
 //
 // The unit is a whole tile, 32 elements in the registers of each of 128 threads (slice.h). Encoding
 // with error feedback moves 12 bytes per element and a little; what it costs beside them is the
-// bisection for the k-th largest magnitude, two instructions per element and step, one barrier per
+// bisection for the k-th largest magnitude, four instructions per element and step, one barrier per
 // step (topk_block.h). Kept values and positions meet in shared memory; decoding turns positions of
 // either kind into a bitmap there, whose running count says which value an element has.
 #pragma once
@@ -20,9 +20,15 @@ struct Decoded {
 
 struct Topk {
   using Options = topk::Options;
+  static constexpr CodecRow kRow = CodecRow::topk;
+  static constexpr bool kByBlocks = false;
   static constexpr bool kUnitsAreQuads = false;
   static constexpr bool kUsesDtype = false;
-  static constexpr uint32_t kMinBlocks = 1;
+  struct Bytes {  // any thread reads any of them
+    const std::byte* payload;
+  };
+  template <ScalarType>
+  using Raw = Bytes;
 
   GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType, Stage stage,
                                                  const Options& options) {
@@ -73,11 +79,22 @@ struct Topk {
     }
   }
 
+  template <ScalarType>
+  GRADFERRY_DEVICE static Bytes fetch(const TileUnit<Options>&, const std::byte* payload) {
+    return {payload};
+  }
+  template <ScalarType>
+  GRADFERRY_DEVICE static void sum(const TileUnit<Options>& unit, const Bytes& raw,
+                                   PayloadSum& sum) {
+    add_payload(sum, raw.payload, unit.payload_bytes);
+  }
+
   template <ScalarType, typename Sink>
-  GRADFERRY_DEVICE static uint32_t decode(const TileUnit<Options>& unit, const std::byte* payload,
+  GRADFERRY_DEVICE static uint32_t decode(const TileUnit<Options>& unit, const Bytes& raw,
                                           Sink sink) {
     GRADFERRY_SHARED(Decoded, decoded);
-    GRADFERRY_SHARED(ScanStorage<kTileThreads>, storage);
+    GRADFERRY_SHARED(topk::WarpTotals, totals);
+    const std::byte* payload = raw.payload;
     const Slice& slice = unit.slice;
     const topk::Layout layout = topk::layout_of(slice.num_elements, unit.stage, unit.options);
     const std::byte* positions = payload + layout.values_bytes;
@@ -104,7 +121,8 @@ struct Topk {
     }
     const uint32_t word =
         layout.bitmap ? topk::bitmap_word(positions, layout) : decoded.bitmap[threadIdx.x];
-    const Scanned ones = exclusive_sum<kTileThreads>(storage, static_cast<uint32_t>(__popc(word)));
+    const topk::Scanned ones =
+        topk::exclusive_sum(slice, totals, static_cast<uint32_t>(__popc(word)));
     decoded.before[threadIdx.x] = ones.before;
     decoded.bitmap[threadIdx.x] = word;
     const uint32_t rest = slice.num_elements - 32 * threadIdx.x;  // of elements, from the word on
@@ -139,7 +157,7 @@ struct Topk {
     if (slice.lane == 0) totals.of_warp[1][slice.warp] = x;
     __syncthreads();
     GRADFERRY_UNROLL
-    for (uint32_t w = 0; w < topk::kWarps; ++w) x = maximum(x, totals.of_warp[1][w]);
+    for (uint32_t w = 0; w < kTileWarps; ++w) x = maximum(x, totals.of_warp[1][w]);
     return x;
   }
 

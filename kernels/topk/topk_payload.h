@@ -27,7 +27,7 @@ GRADFERRY_DEVICE uint32_t byte_at(const std::byte* p) { return read<uint8_t>(p);
 // fourth block, a lane one value of it. Needs a barrier before; ends without one.
 GRADFERRY_DEVICE void encode_e2m1(const Slice& slice, Kept& kept, uint32_t k, PayloadWriter& out) {
   const uint32_t blocks = num_blocks(k), codes_end = code_bytes(k);
-  for (uint32_t block = slice.warp; block < blocks; block += kWarps) {
+  for (uint32_t block = slice.warp; block < blocks; block += kTileWarps) {
     const uint32_t i = block * e2m1::kBlock + slice.lane;
     const uint32_t largest = warp_maximum(i < k ? magnitude_bits(kept.values[i]) : 0);
     if (slice.lane == 0) kept.block_largest[block] = largest;
@@ -43,7 +43,7 @@ GRADFERRY_DEVICE void encode_e2m1(const Slice& slice, Kept& kept, uint32_t k, Pa
     out.byte(codes_end + blocks,
              any_scale ? static_cast<uint32_t>(exponent + e2m1::kExponentBias) : 0);
   }
-  for (uint32_t block = slice.warp; block < blocks; block += kWarps) {
+  for (uint32_t block = slice.warp; block < blocks; block += kTileWarps) {
     const float half_scale = __shfl_sync(kAllLanes, scale.half_scale, static_cast<int>(block));
     const float reciprocal = __shfl_sync(kAllLanes, scale.reciprocal, static_cast<int>(block));
     const uint32_t i = block * e2m1::kBlock + slice.lane;

@@ -5,7 +5,6 @@ codecs of the CPU. What codecs compute on a device is what tests/kernels/cuda as
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,40 +13,14 @@ from on_ranks import on_ranks
 
 NUM_ELEMENTS = 2 * _native.TILE_ELEMENTS + 1000
 RANKS = 3
-HASHES = {"config_hash": 0, "layout_hash": 0}
-DEVICE = pytest.mark.parametrize("device", ["streamed"])
-
-
-def make(codec: str, dtype: torch.dtype = torch.float32, **more: Any) -> _native.DeviceCodec:
-    import fake_device
-    from gradferry.core.device import load_kernels
-
-    load_kernels(fake_device.DEVICE.type)
-    return _native.DeviceCodec(
-        codec=codec, dtype=dtype, num_elements=NUM_ELEMENTS, device=fake_device.DEVICE, **more
-    )
-
-
-def on_device(tensor: torch.Tensor) -> torch.Tensor:
-    import fake_device
-
-    return tensor.to(fake_device.DEVICE)
-
-
-def zeros() -> torch.Tensor:
-    return on_device(torch.zeros(NUM_ELEMENTS))
-
-
-def gaussian(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(NUM_ELEMENTS, generator=generator).to(dtype)
 
 
 def on_cpu(codec: str, gradient: torch.Tensor) -> torch.Tensor:
     """What its message is decoded to."""
-    message = _native.encode_tensor(gradient, codec, seed=0, step=0, **HASHES)
+    hashes = {"config_hash": 0, "layout_hash": 0}
+    message = _native.encode_tensor(gradient, codec, seed=0, step=0, **hashes)
     decoded = torch.empty_like(gradient)
-    _native.decode_tensor(message, codec, decoded, **HASHES)
+    _native.decode_tensor(message, codec, decoded, **hashes)
     return decoded
 
 
@@ -71,25 +44,32 @@ def launches_of(call: Callable[[], None]) -> int:
         ("rht", torch.float32),
     ],
 )
-@DEVICE
+@pytest.mark.parametrize("device", ["streamed"])
 @on_ranks(1)
 def test_results_are_those_of_the_cpu_in_one_launch_each(
     device: str, codec: str, dtype: torch.dtype
 ) -> None:
     """An exchange between ranks, each with numbers of its own."""
     import fake_device
+    from gradferry.core.device import load_kernels
 
-    used = make(codec, dtype, world_size=RANKS)
-    gradients = [gaussian(rank, dtype) for rank in range(RANKS)]
+    place = fake_device.DEVICE
+    load_kernels(place.type)
+    used = _native.DeviceCodec(
+        codec=codec, dtype=dtype, num_elements=NUM_ELEMENTS, device=place, world_size=RANKS
+    )
+    torch.manual_seed(1)
+    gradients = [torch.randn(NUM_ELEMENTS).to(dtype) for _ in range(RANKS)]
     sent = [on_cpu(codec, gradient) for gradient in gradients]
     for rank, gradient in enumerate(gradients):
-        there, worker = on_device(gradient), zeros()
+        there, worker = gradient.to(place), torch.zeros(NUM_ELEMENTS).to(place)
         assert launches_of(lambda: used.encode(there, worker)) == 1  # noqa: B023
         assert used.sent.numel() == _native.HEADER_BYTES + used.worker_bytes
         if dtype == torch.float32:
             assert torch.equal(worker.cpu(), gradient - sent[rank])
         used.receive(rank)
-    owner, arrived = zeros(), on_device(torch.empty(NUM_ELEMENTS, dtype=dtype))
+    owner = torch.zeros(NUM_ELEMENTS).to(place)
+    arrived = torch.empty(NUM_ELEMENTS, dtype=dtype).to(place)
     assert launches_of(lambda: used.reduce(owner, RANKS)) == 1
     assert used.reduced.numel() == _native.HEADER_BYTES + used.owner_bytes
     assert launches_of(lambda: used.decode(arrived, None)) == 1

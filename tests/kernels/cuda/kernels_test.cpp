@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <random>
+#include <utility>
 
 #include "tests/kernels/cuda/chunk_run.h"
 
@@ -108,8 +109,8 @@ TEST_P(Kernels, StayInsideEveryBufferOfASingleTile) {
 }
 
 // A residual that is not replaced is converted to the present loss scale: in a unit that is not
-// finite, and in a held zero tile. A tile is zero on one rank alone, and another but for its last
-// element.
+// finite, and in a held zero tile. Each rank has a tile that is zero on the other alone, and
+// another is zero but for its last element.
 TEST_P(Kernels, HoldZeroTilesAndConvertTheResidualsTheyKeep) {
   for (const float gain : {0.5f, 2.0f}) {
     ChunkSetup s = setup({4096, 77, 4096, 130, 50, 1024});
@@ -120,9 +121,9 @@ TEST_P(Kernels, HoldZeroTilesAndConvertTheResidualsTheyKeep) {
     std::vector<double> input(run.num_elements(), 0.0);
     for (size_t i = 0; i < 4096 + 77; ++i) input[i] = double(NAN);
     for (size_t i = 4096 + 77; i < input.size(); i += 3) input[i] = -0.0;
-    input[input.size() - 1025] = 0.125;
+    input[input.size() - 1025] = input[4096 + 77] = 0.125;
     run.set_gradient(0, input);
-    input.back() = 0.125;
+    std::swap(input[4096 + 77], input.back());
     run.set_gradient(1, input);
     if (s.bare == kNoTile) run.set_residuals(residual_beyond(gain, run.num_residuals(), 5));
     expect_bytes_of_the_host(run);

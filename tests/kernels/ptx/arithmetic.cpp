@@ -141,6 +141,20 @@ void add_float(Table& t, const std::string& type) {
   t["setp.geu." + type] = lanes([](T a, T b) { return pred(!(a < b)); });
 }
 
+// Faults where fusing would make a difference.
+void fuse_exact(Context& c, const Op& op) {
+  const std::array<const uint32_t*, 3> s{words_of(c, op.s[0]), words_of(c, op.s[1]),
+                                         words_of(c, op.s[2])};
+  uint32_t* d = words_of(c, op.d);
+  for_lanes(c.mask, [&](uint32_t i) {
+    const float a = get<float>(s[0], i), b = get<float>(s[1], i), product = a * b;
+    const double exact = double{a} * double{b};
+    if (product != exact && !std::isnan(exact)) fault(c, op, "a fused product that rounds");
+    put<float>(d, i, product + get<float>(s[2], i));
+  });
+  replace_nans<float>(c, d);
+}
+
 // Rounds to a half-precision format, to nearest even.
 template <int kExponentBits, int kMantissaBits>
 uint32_t to_half(float x) {
@@ -258,6 +272,7 @@ Table make_table() {
   }
   add_float<float>(t, "f32");
   add_float<double>(t, "f64");
+  t["fma.exact.f32"] = {&fuse_exact, 32, 3, {32, 32, 32}};
   add_conversions(t);
   add_bit_operations(t);
   add_predicates(t);

@@ -110,6 +110,23 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void*
   return guarded([&] { ptx::launch(name->second, grid.x, block.x, args); });
 }
 
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
+  if (attribute != cudaDevAttrMultiProcessorCount) {
+    return fails(cudaErrorInvalidValue, "an attribute that the machine does not have");
+  }
+  *value = static_cast<int>(ptx::options().multiprocessors);
+  return cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* num_blocks, const void* /*kernel*/,
+                                                          int /*threads*/, size_t /*shared*/) {
+  *num_blocks = 1;
+  return cudaSuccess;
+}
+
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : last_text.c_str();

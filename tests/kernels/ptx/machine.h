@@ -24,8 +24,10 @@ struct Options {
   uint64_t seed = 1;
   // So many blocks at once, which take turns at random.
   uint32_t resident_blocks = 1;
+  // Of the device, each with room for one block: what callers make their grids from.
+  uint32_t multiprocessors = 1000;
   // Happens-before check of global and shared memory. What orders: __syncthreads(), __syncwarp(),
-  // and between blocks a fence, an atomic operation, one that reads its number, and a fence.
+  // and between blocks an atomic operation that releases, and one that acquires its number.
   bool races = false;
 };
 // To be set before memory is allocated.

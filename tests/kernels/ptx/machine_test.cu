@@ -91,18 +91,22 @@ __global__ void lanes_that_do_not_come(uint32_t* p) {
 }
 
 // The last block that counts itself reads what all of them wrote; without one of what orders that.
-enum class Part { kNone, kRelease, kAcquire, kBarrier };
-template <Part kMissing>
-__device__ void hand_over(uint32_t* p) {
+#define COUNTS_BLOCK(semantics)                                             \
+  [](uint32_t* count) {                                                     \
+    uint32_t before;                                                        \
+    asm volatile("atom." semantics ".gpu.global.inc.u32 %0, [%1], %2;"      \
+                 : "=r"(before)                                             \
+                 : "l"(__cvta_generic_to_global(count)), "r"(gridDim.x - 1) \
+                 : "memory");                                               \
+    return before == gridDim.x - 1;                                         \
+  }
+template <typename F>
+__device__ void hand_over(uint32_t* p, F is_last_block, bool has_barrier = true) {
   __shared__ bool is_last;
   uint32_t* values = p + kThreads;
   values[blockIdx.x * kThreads + threadIdx.x] = blockIdx.x;
-  if (kMissing != Part::kBarrier) __syncthreads();
-  if (threadIdx.x == 0) {
-    if (kMissing != Part::kRelease) __threadfence();
-    is_last = atomicInc(p, gridDim.x - 1) == gridDim.x - 1;
-    if (kMissing != Part::kAcquire) __threadfence();
-  }
+  if (has_barrier) __syncthreads();
+  if (threadIdx.x == 0) is_last = is_last_block(p);
   __syncthreads();
   if (!is_last || threadIdx.x != 0) return;
   uint32_t sum = 0;
@@ -110,16 +114,24 @@ __device__ void hand_over(uint32_t* p) {
   p[1] = sum;
 }
 template <bool kRight>
-__global__ void no_fence_before(uint32_t* p) {
-  hand_over<kRight ? Part::kNone : Part::kRelease>(p);
+__global__ void no_release(uint32_t* p) {
+  kRight ? hand_over(p, COUNTS_BLOCK("acq_rel")) : hand_over(p, COUNTS_BLOCK("acquire"));
 }
 template <bool kRight>
-__global__ void no_fence_behind(uint32_t* p) {
-  hand_over<kRight ? Part::kNone : Part::kAcquire>(p);
+__global__ void no_acquire(uint32_t* p) {
+  kRight ? hand_over(p, COUNTS_BLOCK("acq_rel")) : hand_over(p, COUNTS_BLOCK("release"));
 }
 template <bool kRight>
-__global__ void no_barrier_before_fence(uint32_t* p) {
-  hand_over<kRight ? Part::kNone : Part::kBarrier>(p);
+__global__ void no_barrier_before_release(uint32_t* p) {
+  hand_over(p, COUNTS_BLOCK("acq_rel"), kRight);
+}
+
+template <bool kRight>
+__global__ void product_that_rounds(uint32_t* p) {
+  const float a = kRight ? 3.0f : 0x1.000002p0f;
+  float sum = __uint_as_float(p[threadIdx.x]);
+  asm("{.reg .f32 exact; fma.rn.f32 exact, %1, %1, %0; mov.f32 %0, exact;}" : "+f"(sum) : "f"(a));
+  p[threadIdx.x] = __float_as_uint(sum);
 }
 
 // What the machine says of a launch.
@@ -158,9 +170,10 @@ const Mistake kMistakes[] = {
     MISTAKE(no_atomic, 1, "race: "),
     MISTAKE(divergent_barrier, 1, "barrier after some lanes of the warp have ended"),
     MISTAKE(lanes_that_do_not_come, 1, "deadlock: not all lanes"),
-    MISTAKE(no_fence_before, kBlocks, "race: read after a write"),
-    MISTAKE(no_fence_behind, kBlocks, "race: read after a write"),
-    MISTAKE(no_barrier_before_fence, kBlocks, "race: read after a write"),
+    MISTAKE(product_that_rounds, 1, "a fused product that rounds"),
+    MISTAKE(no_release, kBlocks, "race: read after a write"),
+    MISTAKE(no_acquire, kBlocks, "race: read after a write"),
+    MISTAKE(no_barrier_before_release, kBlocks, "race: read after a write"),
 };
 
 class Machine : public ::testing::TestWithParam<Mistake> {};

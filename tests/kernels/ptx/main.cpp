@@ -3,6 +3,7 @@
 //   --races           looks for data races
 //   --random[=SEED]   draws what the PTX manual leaves open, such as the order of warps and lanes
 //   --resident=N      so many blocks at a time, in turns
+//   --blocks=N        grids of at most so many blocks, so that each takes several tiles
 //   --far             arrays begin 2^33 elements, and messages nearly 4 GiB, before what is used
 #include <gtest/gtest.h>
 
@@ -46,6 +47,8 @@ int main(int argc, char** argv) {
       if (!value.empty()) options.seed = std::stoull(value);
     } else if (is_option(argv[i], "--resident", value)) {
       options.resident_blocks = static_cast<uint32_t>(std::stoul(value));
+    } else if (is_option(argv[i], "--blocks", value)) {
+      options.multiprocessors = static_cast<uint32_t>(std::stoul(value));
     } else if (is_option(argv[i], "--far", value)) {
       far_offsets = true;
     } else {

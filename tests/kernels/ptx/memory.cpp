@@ -208,7 +208,7 @@ void atomic(Context& c, const Op& op) {
   };
   for_addresses(c, op, [&](uint32_t lane, uint8_t* p, size_t num_bytes) {
     check_access(c, op, lane, p, num_bytes, Access::kAtomic);
-    if (options().races) order_by_atomic(c, lane, p);
+    if (options().races) order_by_atomic(c, op, lane, p);
     uint64_t old = 0;
     std::memcpy(&old, p, num_bytes);
     const uint64_t operand = value_of(op.s[1], lane);

@@ -22,10 +22,9 @@ void check_access(const Context& c, const Op& op, uint32_t lane, const uint8_t* 
 void check_race(const Context& c, const Op& op, uint32_t lane, Shadow* shadow, size_t num_bytes,
                 Access access);
 // What an atomic operation at `address` makes known to the lane, and to others.
-void order_by_atomic(const Context& c, uint32_t lane, const void* address);
+void order_by_atomic(const Context& c, const Op& op, uint32_t lane, const void* address);
 // What a barrier makes known to all threads of the block.
 void order_by_barrier(Block& block);
-void fence(Context& c, const Op& op);
 
 // --- operations
 

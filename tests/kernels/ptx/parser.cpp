@@ -231,6 +231,8 @@ class Parser : Operands {
       return add(op);
     }
     if (parts[0] == "call") return parse_call(op);
+    // The one that says so by the name of its destination.
+    if (name == "fma.rn.f32" && rest_.starts_with("exact,")) name = "fma.exact.f32";
     std::vector<Operand> operands;
     while (!accept(';')) {
       if (!accept(',')) operands.push_back(parse_operand());
@@ -301,7 +303,17 @@ class Parser : Operands {
     }
   }
 
-  bool build_memory(const std::vector<Text>& parts, const std::vector<Operand>& operands, Op& op) {
+  // atom[.semantics.scope].space.operation.type: of the scopes that of the device, .relaxed
+  // without.
+  void set_order(std::vector<Text>& parts, Op& op) {
+    if (parts.size() != 6) return;
+    op.acquires = parts[1] == "acquire" || parts[1] == "acq_rel";
+    op.releases = parts[1] == "release" || parts[1] == "acq_rel";
+    if ((!op.acquires && !op.releases) || parts[2] != "gpu") refuse("an unknown atomic operation");
+    parts.erase(parts.begin() + 1, parts.begin() + 3);
+  }
+
+  bool build_memory(std::vector<Text> parts, const std::vector<Operand>& operands, Op& op) {
     const bool is_load = parts[0] == "ld", is_atomic = parts[0] == "atom";
     if (!is_load && !is_atomic && parts[0] != "st") return false;
     const Text type = parts.back();
@@ -310,6 +322,7 @@ class Parser : Operands {
     op.is_signed = is_load && type.starts_with('s');
     if (is_atomic) {
       op.run = &atomic;
+      set_order(parts, op);
       const auto sub = find_one<Atomic>(
           parts, {{"add", Atomic::kAdd}, {"inc", Atomic::kInc}, {"or", Atomic::kOr}});
       if (!sub || operands.size() != 3 || type.starts_with('f'))
@@ -406,8 +419,6 @@ class Parser : Operands {
   bool build_barrier(Text name, const std::vector<Operand>& operands, Op& op) {
     if (name == "ret" || name == "exit") {
       op.kind = Kind::kReturn;
-    } else if (name == "membar.gl") {
-      op.run = &fence;
     } else if (name == "bar.warp.sync" && operands.size() == 1) {
       op.kind = Kind::kWarpSync;
       op.run = &warp_barrier;

@@ -48,6 +48,7 @@ struct Op {
   uint8_t count = 1;
   uint8_t element_bits = 0;
   bool is_signed = false;
+  bool acquires = false, releases = false;  // an atomic operation, at the scope of the device
   Space space = Space::kGlobal;
   int64_t offset = 0;   // of an address
   uint32_t target = 0;  // of a branch; of a call: its number in Program::calls
@@ -117,12 +118,10 @@ struct Block {
   std::vector<Shadow> shared_shadow;
   std::vector<Warp> warps;
   uint32_t barrier_epoch = 1;
-  // For races: by block, before which epoch all is known to this block; to a thread, once it passes
-  // a fence, or already. By thread, the epoch of its last fence.
+  // For races: by block, before which epoch all is known to this block, and to each of its threads.
   using Clock = std::vector<uint32_t>;
   Clock acquired;
-  std::vector<Clock> pending, thread_acquired;
-  std::vector<uint32_t> fenced;
+  std::vector<Clock> thread_acquired;
 };
 
 struct Grid {

@@ -1,7 +1,7 @@
 // Happens-before, by epochs: a barrier begins an epoch of its block, __syncwarp() one of its warp.
-// Between blocks, what a thread's fence covers is known to who passes a fence after it read the
-// number of that thread's atomic operation; everything that its block did in earlier epochs is
-// covered, too.
+// Between blocks, an atomic operation that releases covers what its block did in earlier epochs,
+// and what that block knew then of others; who acquires by an operation on the same number knows
+// it, whatever relaxed operations there were in between.
 #include <algorithm>
 
 #include "tests/kernels/ptx/memory.h"
@@ -73,23 +73,12 @@ void check_race(const Context& c, const Op& op, uint32_t lane, Shadow* shadow, s
   }
 }
 
-void fence(Context& c, const Op& /*op*/) {
-  if (!options().races) return;
-  for_lanes(c.mask, [&](uint32_t lane) {
-    const uint32_t thread = thread_in_block(c, lane);
-    c.block.fenced[thread] = c.block.barrier_epoch;
-    join(c.block.thread_acquired[thread], c.block.pending[thread]);
-  });
-}
-
-void order_by_atomic(const Context& c, uint32_t lane, const void* address) {
+void order_by_atomic(const Context& c, const Op& op, uint32_t lane, const void* address) {
   Block::Clock& clock = c.grid.released[address];
   clock.resize(c.grid.num_blocks);
-  const uint32_t thread = thread_in_block(c, lane);
-  join(c.block.pending[thread], clock);
-  const uint32_t fenced = c.block.fenced[thread];
-  if (fenced == 0) return;
-  clock[c.block.index] = std::max(clock[c.block.index], fenced);
+  if (op.acquires) join(c.block.thread_acquired[thread_in_block(c, lane)], clock);
+  if (!op.releases) return;
+  clock[c.block.index] = std::max(clock[c.block.index], c.block.barrier_epoch);
   join(clock, c.block.acquired);
 }
 

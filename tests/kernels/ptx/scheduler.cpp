@@ -278,9 +278,7 @@ void begin_block(const Grid& grid, Block& block, uint32_t index) {
   if (options().races) {
     block.shared_shadow.assign(program.shared_bytes, Shadow{});
     block.acquired.clear();
-    block.pending.assign(grid.num_threads, {});
     block.thread_acquired.assign(grid.num_threads, {});
-    block.fenced.assign(grid.num_threads, 0);
   }
   block.warps.resize((grid.num_threads + kWarpLanes - 1) / kWarpLanes);
   for (uint32_t w = 0; w < block.warps.size(); ++w) {
