@@ -7,7 +7,7 @@ Needs nvcc and nvdisasm but no GPU. What is counted is what the kernels of chunk
 aligned tile of finite numbers (GRADFERRY_HOT_PATH_ONLY in kernels/cuda/cuda.h): without rare
 paths, without the calls that a division makes for extreme numbers, without what a warp does whose
 lanes have come apart, and without headers, which the last block writes. Both sides of other
-branches count, and a loop's body once: one rank of a reduce, one step of topk's bisection. Momentum
+branches count, and a loop's body once: one rank of a reduce, one step of topk's search. Momentum
 mode's addition to residuals counts as rare.
 
 The roof is what instructions leave of the memory's rate, on an H100 SXM of which every cycle issues

@@ -12,10 +12,9 @@ namespace gradferry::GRADFERRY_KERNEL_NAMESPACE {
 struct ChunkBounds {
   uint32_t encode, reduce, decode, accumulate;
 };
-constexpr ChunkBounds bounds_of(CodecRow row) {
+constexpr ChunkBounds bounds_of([[maybe_unused]] CodecRow row) {
 #ifdef GRADFERRY_CHUNK_BOUNDS  // a digit each, for all codecs: tools/gpu_check.py --tune
   constexpr uint32_t kDigits = GRADFERRY_CHUNK_BOUNDS;
-  (void)row;
   return {kDigits / 1000, kDigits / 100 % 10, kDigits / 10 % 10, kDigits % 10};
 #else
   switch (row) {

@@ -187,12 +187,6 @@ GRADFERRY_DEVICE T combine_octets(T x, Op op) {
 struct Maximum {
   __device__ uint32_t operator()(uint32_t a, uint32_t b) const { return maximum(a, b); }
 };
-struct Sum {
-  __device__ float operator()(float a, float b) const { return a + b; }
-};
-struct Or {
-  __device__ uint32_t operator()(uint32_t a, uint32_t b) const { return a | b; }
-};
 
 // The largest of all lanes.
 GRADFERRY_DEVICE uint32_t warp_maximum(uint32_t x) { return __reduce_max_sync(kAllLanes, x); }

@@ -6,6 +6,8 @@
 // with error feedback moves 12.1 bytes per element.
 #pragma once
 
+#include <functional>
+
 #include "kernels/cuda/scaled_rows.h"
 #include "kernels/cuda/tile_kernels.h"
 #include "kernels/sign1/sign1_layout.h"
@@ -51,7 +53,7 @@ struct Sign1 {
       sums[row] = (sign1::summand(x[0]) + sign1::summand(x[1])) +
                   (sign1::summand(x[2]) + sign1::summand(x[3]));
     }
-    const float sum = combine_octets(rows_to_lanes(slice, sums, Sum()), Sum());
+    const float sum = combine_octets(rows_to_lanes(slice, sums, std::plus<>()), std::plus<>());
     const bool finite = !is_not_finite(sum);
     const uint32_t rest = n - own_block(slice) * kRowElements;
     const bool is_short = own_block_exists(slice) && rest < kRowElements;
@@ -76,7 +78,7 @@ struct Sign1 {
       }
       signs[row] <<= kQuad * (slice.lane % 8);
     }
-    const uint32_t word = rows_to_lanes(slice, signs, Or());
+    const uint32_t word = rows_to_lanes(slice, signs, std::bit_or<>());
     const uint32_t offset = word_offset(slice);
     if (offset + 4 <= scales_offset) {
       out.word(offset, word);

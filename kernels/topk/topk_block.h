@@ -1,10 +1,10 @@
 // Choosing and finding the kept elements of a tile, by a whole block of threads.
 //
 // Magnitudes compare as floats: none is NaN, and the order of finite floats that are not negative
-// is that of their bits. The k-th largest is found by bisection on the bits, each step counting
-// over the registers of all threads; it ends as soon as exactly k are not below, after some 16
-// steps on gradients. What is chosen is then ranked in the order of elements, which is that of
-// warps, rows, lanes and quads (kernels/cuda/slice.h), by scans over lanes and warps.
+// is that of their bits. The k-th largest is searched for in the bits, each step counting over the
+// registers of all threads; the search ends as soon as exactly k are not below, after some 8 steps
+// on gradients. What is chosen is then ranked in the order of elements, which is that of warps,
+// rows, lanes and quads (kernels/cuda/slice.h), by scans over lanes and warps.
 #pragma once
 
 #include "kernels/cuda/slice.h"
@@ -14,6 +14,7 @@ namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::topk {
 
 struct WarpTotals {
   uint32_t of_warp[2][kTileWarps];  // two, so that one barrier per sum is enough
+  float magnitudes[kTileWarps];
 };
 
 // The sum over all threads, in all of them. `turn` alternates from call to call.
@@ -34,27 +35,61 @@ struct Cut {
   uint32_t ties;
 };
 
-// `largest`: bits of a magnitude that none is above.
+// `largest`: the bits of the lane's largest magnitude. The first key tried is a guess: the k-th
+// largest of n exponentially distributed magnitudes is ln(n / k) times the mean; of gradients,
+// whose tails are lighter, some 0.7 of that. The next ones are where a straight line between both
+// ends' counts reaches k, an end that stays twice counting half (the Illinois method); after three
+// that did not halve the range, the middle. Any key gives the same cut, whatever is rounded.
 GRADFERRY_DEVICE Cut find_cut(const Slice& slice, WarpTotals& totals, const float* v, uint32_t k,
                               uint32_t largest) {
-  // At least k magnitudes are not below `low`, fewer than k, `above`, not below `high`.
-  uint32_t low = 0, high = largest + 1, above = 0;
+  float sum = 0.0f;
+  GRADFERRY_UNROLL
+  for (uint32_t j = 0; j < kLaneElements; ++j) sum = sum + from_bits(magnitude_bits(v[j]));
+  for (int lanes = 1; lanes < static_cast<int>(kWarpLanes); lanes *= 2) {
+    sum = sum + __shfl_xor_sync(kAllLanes, sum, lanes);
+  }
+  largest = warp_maximum(largest);
+  if (slice.lane == 0) {
+    totals.of_warp[1][slice.warp] = largest;  // the search begins with the other buffer
+    totals.magnitudes[slice.warp] = sum;
+  }
+  __syncthreads();
+  sum = 0.0f;
+  for (uint32_t w = 0; w < kTileWarps; ++w) {
+    largest = maximum(largest, totals.of_warp[1][w]);
+    sum = sum + totals.magnitudes[w];
+  }
+  // A float's bits are nearly its binary logarithm.
+  constexpr auto kAll = static_cast<float>(kTileElements);
+  const uint32_t log = bits(kAll) - bits(static_cast<float>(k));
+  const uint32_t guess = bits(sum * (static_cast<float>(log) * 0x1p-24f / kAll));
+
+  // More than k magnitudes are not below `low`, fewer than k, `above`, not below `high`.
+  uint32_t low = 0, high = largest + 1, above = 0, slow = 0;
+  float from_low = static_cast<float>(kTileElements - k), from_high = static_cast<float>(k);
+  bool raised = false;  // in the last step
   for (uint32_t turn = 0; high - low > 1; ++turn) {
-    const uint32_t middle = low + (high - low) / 2;
-    const float bound = from_bits(middle);
+    const uint32_t range = high - low;
+    const float line = static_cast<float>(range) * (from_low / (from_low + from_high));
+    const bool halves = slow == 3;
+    uint32_t step = turn == 0 ? guess : halves ? range / 2 : static_cast<uint32_t>(line);
+    step = step == 0 ? 1 : step < range ? step : range - 1;
+    const uint32_t key = low + step;
     uint32_t count = 0;
     GRADFERRY_UNROLL
     for (uint32_t j = 0; j < kLaneElements; ++j) {
-      count += from_bits(magnitude_bits(v[j])) >= bound ? 1 : 0;
+      count += from_bits(magnitude_bits(v[j])) >= from_bits(key) ? 1 : 0;
     }
     count = block_sum(slice, totals, turn, count);
-    if (count == k) return {middle - 1, 0};
-    if (count > k) {
-      low = middle;
-    } else {
-      high = middle;
-      above = count;
-    }
+    if (count == k) return {key - 1, 0};
+    const float stays = (count > k) == raised ? 0.5f : 1.0f;
+    raised = count > k;
+    low = raised ? key : low;
+    high = raised ? high : key;
+    above = raised ? above : count;
+    from_low = raised ? static_cast<float>(count - k) : from_low * stays;
+    from_high = raised ? from_high * stays : static_cast<float>(k - count);
+    slow = high - low <= range / 2 || halves ? 0 : slow + 1;
   }
   return {low, k - above};
 }
@@ -114,7 +149,7 @@ GRADFERRY_DEVICE Ranks rank_elements(const Slice& slice, WarpTotals& totals, con
     before[row] = sum + before_lane;
     sum += __shfl_sync(kAllLanes, before_lane + counts, kWarpLanes - 1);
   }
-  // The bisection's last sum may still be being read.
+  // The search's last sum may still be being read.
   __syncthreads();
   if (slice.lane == 0) totals.of_warp[0][slice.warp] = sum;
   __syncthreads();

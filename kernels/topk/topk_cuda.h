@@ -2,7 +2,7 @@
 //
 // The unit is a whole tile, 32 elements in the registers of each of 128 threads (slice.h). Encoding
 // with error feedback moves 12 bytes per element and a little; what it costs beside them is the
-// bisection for the k-th largest magnitude, four instructions per element and step, one barrier per
+// search for the k-th largest magnitude, four instructions per element and step, one barrier per
 // step (topk_block.h). Kept values and positions meet in shared memory; decoding turns positions of
 // either kind into a bitmap there, whose running count says which value an element has.
 #pragma once
@@ -56,8 +56,7 @@ struct Topk {
       return;
     }
 
-    const topk::Cut cut =
-        topk::find_cut(slice, totals, v, layout.k, block_maximum(slice, totals, largest));
+    const topk::Cut cut = topk::find_cut(slice, totals, v, layout.k, largest);
     const topk::Ranks ranks = topk::rank_elements(slice, totals, v, cut);
     topk::for_kept(ranks, [&](uint32_t j, uint32_t rank) {
       kept.positions[rank] = static_cast<uint16_t>(slice.element(j / kQuad) + j % kQuad);
@@ -149,18 +148,6 @@ struct Topk {
   }
 
  private:
-  // The largest of all threads.
-  GRADFERRY_DEVICE static uint32_t block_maximum(const Slice& slice, topk::WarpTotals& totals,
-                                                 uint32_t x) {
-    x = warp_maximum(x);
-    // The bisection begins with the other buffer of the two.
-    if (slice.lane == 0) totals.of_warp[1][slice.warp] = x;
-    __syncthreads();
-    GRADFERRY_UNROLL
-    for (uint32_t w = 0; w < kTileWarps; ++w) x = maximum(x, totals.of_warp[1][w]);
-    return x;
-  }
-
   template <typename Sink>
   GRADFERRY_DEVICE static uint32_t give_all(float value, Sink sink) {
     rare_path();

@@ -3,6 +3,8 @@
 // any byte, so bytes are what is read and written: they are few.
 #pragma once
 
+#include <functional>
+
 #include "kernels/cuda/e2m1_codes.h"
 #include "kernels/cuda/payload_writer.h"
 #include "kernels/topk/topk_block.h"
@@ -76,7 +78,7 @@ GRADFERRY_DEVICE void encode_bitmap(const Slice& slice, const Ranks& ranks, cons
   for (uint32_t row = 0; row < kRows; ++row) {
     bitmap[row] = ranks.quad(row) << (kQuad * (slice.lane % 8));
   }
-  const uint32_t word = rows_to_lanes(slice, bitmap, Or());
+  const uint32_t word = rows_to_lanes(slice, bitmap, std::bit_or<>());
   const uint32_t first = 4 * (kWarpLanes * slice.warp + 4 * (slice.lane % 8) + slice.lane / 8);
   GRADFERRY_UNROLL
   for (uint32_t i = 0; i < 4; ++i) {

@@ -193,6 +193,9 @@ void add_conversions(Table& t) {
   t["cvt.s32.s8"] = lanes([](int8_t a) -> int32_t { return a; });
   t["cvt.s32.s16"] = lanes([](int16_t a) -> int32_t { return a; });
   t["cvt.rn.f32.u32"] = lanes([](uint32_t a) -> float { return static_cast<float>(a); });
+  t["cvt.rzi.u32.f32"] = lanes([](float a) -> uint32_t {  // saturates; 0 for NaN
+    return a >= 0x1p32f ? ~uint32_t{0} : a > 0.0f ? static_cast<uint32_t>(a) : 0;
+  });
   t["cvt.rn.f64.u32"] = lanes([](uint32_t a) -> double { return a; });
   t["cvt.f64.f32"] = lanes([](float a) -> double { return a; });
   t["cvt.rn.f32.f64"] = lanes([](double a) -> float { return static_cast<float>(a); });
