@@ -259,8 +259,11 @@ def value_on_all_ranks(
 ) -> Value:
     """What `act` returned on this rank, once it has on all. Collective, as `on_all_ranks`."""
     found: list[Value] = []
-    on_all_ranks(lambda: found.append(act()), group, device)
-    return found[0]
+    try:
+        on_all_ranks(lambda: found.append(act()), group, device)
+        return found[0]
+    finally:
+        found.clear()  # otherwise the traceback of an error would keep it alive
 
 
 def content_of(content: object, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -13,7 +13,12 @@ from gradferry import _native
 from gradferry.averaging.advice import warn_about_rules, watch_optimizer
 from gradferry.averaging.running import Running, propose
 from gradferry.averaging.start import start
-from gradferry.core.agreement import Record, on_all_ranks, rendezvous_place
+from gradferry.core.agreement import (
+    Record,
+    on_all_ranks,
+    rendezvous_place,
+    value_on_all_ranks,
+)
 from gradferry.core.config import Config
 from gradferry.core.names import first_of
 from gradferry.core.options import SHARDED_DEFAULTS, ShardedOptions, takes_options
@@ -178,22 +183,14 @@ def _begin(
 
     rank, size = (0, 1) if shard_group is None else (shard_group.rank(), shard_group.size())
     part = f"shard_{rank}_of_{size}{modules[0].place_in_mesh()}"
-    running = _known_within(modules, lambda: _start(replica_group, modules, propose_here))
+    running = (
+        _start(replica_group, modules, propose_here)
+        if shard_group is None
+        else value_on_all_ranks(
+            lambda: _start(replica_group, modules, propose_here), shard_group, modules[0].device
+        )
+    )
     attached.insert(0, Replicas(running, modules, part))
-
-
-def _known_within(modules: Sequence[ShardedModule], act: Callable[[], Running]) -> Running:
-    """Returns what `act` does. Its error on one rank of the shard group is raised on all."""
-    group, device = modules[0].shard_group, modules[0].device
-    if group is None:
-        return act()
-    made: list[Running] = []
-    try:
-        on_all_ranks(lambda: made.append(act()), group, device)
-    except BaseException:
-        made.clear()  # otherwise the traceback would keep the connections alive
-        raise
-    return made[0]
 
 
 def _within(
