@@ -325,7 +325,7 @@ def _assumptions(clusters: Sequence[_Cluster], parallel: str) -> list[str]:
         f"{clusters[0].buckets:,} {parts} of fp32.",
         "This is arithmetic, not a measurement: bytes over the rate of a node's card, without "
         f"latency, encoding, or what stays inside a node. `gradferry {measures}` measures.",
-        "On GPUs, kernels and tests ran on one H100; no training on several GPUs has been timed.",
+        "On GPUs, tests ran on one H100, with earlier kernels; no training on several was timed.",
     ]
 
 
