@@ -8,7 +8,6 @@ import copy
 import functools
 import linecache
 import pickle
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -58,10 +57,7 @@ def inside(module: str, call: Callable[[], object]) -> Callable[[], object]:
         ["gradferry.ddp.state", "gradferry.integrations.transformers", "transformers.trainer"],
     ],
 )
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_frames_of_torch_gradferry_and_trainers_are_passed_over(
-    modules: list[str], in_thread: bool
-) -> None:
+def test_frames_of_torch_gradferry_and_trainers_are_passed_over(modules: list[str]) -> None:
     call: Callable[[], object] = functools.partial(warn, "a text")
     for module in modules:
         call = inside(module, call)
@@ -69,15 +65,7 @@ def test_frames_of_torch_gradferry_and_trainers_are_passed_over(
     def users() -> None:
         call()  # of the user
 
-    def run() -> None:
-        if in_thread:
-            thread = threading.Thread(target=users)
-            thread.start()
-            thread.join()
-        else:
-            users()
-
-    assert lines(caught_behind_trainers_filter(run)) == ["call()  # of the user"]
+    assert lines(caught_behind_trainers_filter(users)) == ["call()  # of the user"]
 
 
 def test_a_module_whose_name_only_begins_like_torch_is_the_users() -> None:
