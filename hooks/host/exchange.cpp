@@ -80,6 +80,7 @@ void Exchange::wait(const Pending& work, Phase phase, uint64_t step, uint64_t nu
   try {
     peers_.wait(*work);
   } catch (const std::exception& error) {
+    if (phase != Phase::kParameters) before_cause();
     throw peers_.cause(phase, step, number, error.what());
   }
 }

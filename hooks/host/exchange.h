@@ -14,6 +14,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -123,8 +124,9 @@ class Exchange {
                       std::vector<std::vector<uint64_t>>& by_rank);
 
   // Waits for a collective. Throws Error(kPeer), which names phase, step and number, when a peer
-  // has failed, is gone or is too slow.
+  // has failed, is gone or is too slow; before, calls `before_cause`, on the finishing thread.
   void wait(const Pending& work, Phase phase, uint64_t step, uint64_t number) const;
+  std::function<void()> before_cause;
   // Whether a collective has ended well, or does so at once.
   static bool has_come(const Pending& work);
 

@@ -65,6 +65,7 @@ HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLa
                         " ranks needs lanes, and one for a single rank has none");
   if (!exchanges_) return;
   exchange_.emplace(options_.agreement(), layout_.nodes(), *options_.peers, std::move(lanes));
+  exchange_->before_cause = [this] { finish_told_faults(); };
   make_workspace(memory.get());
 }
 
@@ -678,6 +679,15 @@ void HostEngine::deliver(BucketJob& bucket) {
 }
 
 // --- failure: with which error, and what becomes of the buckets in flight ---
+
+// A commit of this rank in flight has told a fault, and a later collective fails: what the others
+// end with is that commit's verdict, not what this rank would tell now.
+void HostEngine::finish_told_faults() {
+  const auto tells = [](const Commit& commit) { return static_cast<bool>(commit.bucket->fault); };
+  for (int tries = 10; tries-- > 0 && std::ranges::any_of(commits_, tells);) {  // of 100 ms
+    while (!commits_.empty() && exchange_->has_come(commits_.front().work)) finish_commit();
+  }
+}
 
 // A rank that has read the commit of a bucket, with an error, posts no later bucket. This rank may
 // have waited for one, and only heard that the other rank failed; the same commit is here, too.
