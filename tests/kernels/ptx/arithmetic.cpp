@@ -231,6 +231,10 @@ void add_bit_operations(Table& t) {
   });
   t["bfind.shiftamt.u32"] =
       lanes([](U32 a) -> U32 { return a == 0 ? ~0u : U32(std::countl_zero(a)); });
+  t["bfe.u32"] = lanes([](U32 a, U32 position, U32 length) -> U32 {  // of these, the lowest bytes
+    const uint64_t from = uint64_t{a} >> std::min<U32>(position & 255, 32);
+    return U32(from & ((uint64_t{1} << std::min<U32>(length & 255, 32)) - 1));
+  });
   t["bfi.b32"] = lanes([](U32 a, U32 b, U32 position, U32 length) -> U32 {
     return insert_bits(a, b, position, length);
   });
