@@ -119,10 +119,10 @@ def test_rank_that_is_interrupted_while_it_waits_is_named() -> None:
     """Rank 2 does not come; rank 0 is interrupted, and rank 1 need not wait for the rest."""
     ddp = DistributedDataParallel(ChosenGradients(SCENARIO))
     store = PrefixStore("gradferry/rendezvous", store_of(dist.group.WORLD))
-    other_came = f"{store.add('number', 0)}/rank/1"
+    both_came = [f"{store.add('number', 0)}/rank/{rank}" for rank in (0, 1)]
     dist.barrier()
     if dist.get_rank() == 0:
-        interrupted_at_attach(ddp, lambda: store.wait([other_came]))
+        interrupted_at_attach(ddp, lambda: store.wait(both_came))
     elif dist.get_rank() == 1:
         assert_named(attached(ddp), "rank 0 was interrupted while it waited for others")
     assert_trains()
