@@ -119,10 +119,15 @@ def test_rank_that_is_interrupted_while_it_waits_is_named() -> None:
     """Rank 2 does not come; rank 0 is interrupted, and rank 1 need not wait for the rest."""
     ddp = DistributedDataParallel(ChosenGradients(SCENARIO))
     store = PrefixStore("gradferry/rendezvous", store_of(dist.group.WORLD))
-    both_came = [f"{store.add('number', 0)}/rank/{rank}" for rank in (0, 1)]
+    both = [f"{store.add('number', 0)}/rank/{rank}" for rank in (0, 1)]
+
+    def until_both_came() -> None:
+        while not store.check(both):  # wait() would keep this rank from the store
+            pass
+
     dist.barrier()
     if dist.get_rank() == 0:
-        interrupted_at_attach(ddp, lambda: store.wait(both_came))
+        interrupted_at_attach(ddp, until_both_came)
     elif dist.get_rank() == 1:
         assert_named(attached(ddp), "rank 0 was interrupted while it waited for others")
     assert_trains()
