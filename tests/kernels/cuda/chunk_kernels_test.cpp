@@ -29,6 +29,7 @@ TEST(Chunks, HoldEveryMixture) {
 
 TEST(Chunks, OfFloat64AreOfExactAlone) {
   for (const Codec& codec : codecs()) {
+    // NOLINTNEXTLINE(bugprone-invalid-enum-default-initialization): no message, no phase
     EncodeChunkCall call{};
     call.chunk.rows = 1u << row_of(codec);
     call.chunk.dtype = ScalarType::kFloat64;
