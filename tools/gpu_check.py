@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -62,16 +63,15 @@ STAGES = {
             "train": "bench train --rounds 4 --hooks none sync torch:fp32 torch:bf16 q4",
             "doctor": "doctor"}.items())),
     # For all codecs, what kernels/cuda/chunk_bounds.h has by codec, a digit each: encode, reduce,
-    # decode, accumulate. nvcc refuses bounds with which registers spill.
+    # decode, accumulate. Bounds with which registers spill are timed, too; presets refuse them.
     "tune": (1, tuple(
-        step for to, bounds in ((f"build/gpu/bounds_{each}", each)
-                                for each in (3343, 4454, 4475, 4565, 5575, 6686))
-        for step in (
-            f"20 bash -ec '{CMAKE} {to} -DGRADFERRY_CUDA=ON {OF_PYTHON} "
-            f"-DCMAKE_CUDA_FLAGS=-DGRADFERRY_CHUNK_BOUNDS={bounds}; "
-            f"cmake --build {to} --target _cuda; "
-            f"cp {to}/python_bindings/_cuda*.so build/gpu/python/gradferry/'",
-            f"3 python -m gradferry bench codec --rounds 20 --device cuda --json {to}.json"))),
+        f"25 bash -ec '{CMAKE} {to} -DGRADFERRY_CUDA=ON {OF_PYTHON} "
+        f"-DCMAKE_CUDA_FLAGS=-DGRADFERRY_CHUNK_BOUNDS={bounds}; cmake --build {to} --target _cuda; "
+        f"cp -r build/gpu/python {to}; cp {to}/python_bindings/_cuda*.so {to}/python/gradferry/; "
+        f"PYTHONPATH={to}/python {sys.executable} -m gradferry bench codec --rounds 20 "
+        f"--device cuda --json {to}.json'"
+        for to, bounds in ((f"build/gpu/bounds_{each}", each)
+                           for each in (3343, 4454, 4475, 4565, 5575, 6686)))),
 }  # fmt: skip
 
 
@@ -117,8 +117,8 @@ class Run:
                "commit": self.commit, "torch": self.torch,
                "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
                "output": output.strip().splitlines()[-30 if code else -1 :]}  # fmt: skip
-        if code == 0 and command.endswith(".json"):
-            row["measured"] = json.loads(Path(words[-1]).read_text())
+        if code == 0 and (file := re.search(r"--json (\S+\.json)", command)):
+            row["measured"] = json.loads(Path(file[1]).read_text())
         with self._lock:
             print(f"{outcome:8} {command}", *row["output"], sep="\n    ", flush=True)
             self.rows[command] = row

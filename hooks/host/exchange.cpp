@@ -80,8 +80,9 @@ void Exchange::wait(const Pending& work, Phase phase, uint64_t step, uint64_t nu
   try {
     peers_.wait(*work);
   } catch (const std::exception& error) {
-    if (phase != Phase::kParameters) before_cause();
-    throw peers_.cause(phase, step, number, error.what());
+    throw Unfinished([&peers = peers_, phase, step, number, reason = std::string(error.what())] {
+      return peers.cause(phase, step, number, reason);
+    });
   }
 }
 
@@ -296,7 +297,11 @@ Fault Exchange::gather_hashes(const std::vector<uint64_t>& hashes, uint64_t step
   const auto options = at::TensorOptions().dtype(at::kByte);
   const at::Tensor receive = at::zeros({size * agreement_.world_size}, options);
   write_hashes(agreement_, step, next_chunk, hashes, bytes(receive) + size * agreement_.rank);
-  wait(post_to_all(*lanes_.hashes, receive), Phase::kParameters, step, next_chunk);
+  try {
+    wait(post_to_all(*lanes_.hashes, receive), Phase::kParameters, step, next_chunk);
+  } catch (const Unfinished& unfinished) {
+    throw unfinished.cause();
+  }
   return read_hashes(agreement_, step, next_chunk, bytes(receive), hashes.size(), by_rank);
 }
 

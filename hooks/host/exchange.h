@@ -14,8 +14,10 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "host/shared_memory.h"
@@ -76,6 +78,12 @@ struct ExchangeLanes {
   std::shared_ptr<Lane> hashes;
 };
 
+// cause(): Peers::cause(), which names phase, step and number, and tells the others.
+struct Unfinished final : std::exception {
+  explicit Unfinished(std::function<Error()> find_out) : cause(std::move(find_out)) {}
+  std::function<Error()> cause;
+};
+
 class Exchange {
  public:
   Exchange(const Agreement& agreement, const Nodes& nodes, Peers& peers, ExchangeLanes lanes);
@@ -123,10 +131,8 @@ class Exchange {
   Fault gather_hashes(const std::vector<uint64_t>& hashes, uint64_t step, uint64_t next_chunk,
                       std::vector<std::vector<uint64_t>>& by_rank);
 
-  // Waits for a collective. Throws Error(kPeer), which names phase, step and number, when a peer
-  // has failed, is gone or is too slow; before, calls `before_cause`, on the finishing thread.
+  // Waits for a collective. Throws Unfinished when a peer has failed, is gone or is too slow.
   void wait(const Pending& work, Phase phase, uint64_t step, uint64_t number) const;
-  std::function<void()> before_cause;
   // Whether a collective has ended well, or does so at once.
   static bool has_come(const Pending& work);
 

@@ -65,7 +65,6 @@ HostEngine::HostEngine(EngineOptions options, ParameterHashes hashes, ExchangeLa
                         " ranks needs lanes, and one for a single rank has none");
   if (!exchanges_) return;
   exchange_.emplace(options_.agreement(), layout_.nodes(), *options_.peers, std::move(lanes));
-  exchange_->before_cause = [this] { finish_told_faults(); };
   make_workspace(memory.get());
 }
 
@@ -350,9 +349,17 @@ bool HostEngine::work() {
   try {
     while (do_oldest()) {
     }
+  } catch (const Unfinished& unfinished) {
+    // If this rank has told a fault in a commit in flight, that is what the others raise.
+    const auto tells = [](const Commit& commit) { return bool{commit.bucket->fault}; };
+    if (std::ranges::any_of(commits_, tells)) error = verdict_of_commits(10);
+    if (!error) error = with_memory([&] { return unfinished.cause(); });
   } catch (...) {
-    error = cause_of(describe_failure(std::current_exception(), options_.world_rank()));
+    error = describe_failure(std::current_exception(), options_.world_rank());
   }
+  // A rank that has read a commit with a fault posts no later bucket. This rank may have waited for
+  // one, and only heard that the other rank failed; the same commit is here, too.
+  if (error && error->kind() == ErrorKind::kPeer) error = verdict_of_commits(1).value_or(*error);
   if (error) fail_all(*error);
   std::unique_lock lock(life_.mutex);
   life_.changed.wait(lock, [&] { return !life_.running; });  // it may be posting on a lane
@@ -680,27 +687,17 @@ void HostEngine::deliver(BucketJob& bucket) {
 
 // --- failure: with which error, and what becomes of the buckets in flight ---
 
-// A commit of this rank in flight has told a fault, and a later collective fails: what the others
-// end with is that commit's verdict, not what this rank would tell now.
-void HostEngine::finish_told_faults() {
-  const auto tells = [](const Commit& commit) { return static_cast<bool>(commit.bucket->fault); };
-  for (int tries = 10; tries-- > 0 && std::ranges::any_of(commits_, tells);) {  // of 100 ms
-    while (!commits_.empty() && exchange_->has_come(commits_.front().work)) finish_commit();
-  }
-}
-
-// A rank that has read the commit of a bucket, with an error, posts no later bucket. This rank may
-// have waited for one, and only heard that the other rank failed; the same commit is here, too.
-Error HostEngine::cause_of(Error error) {
+// The error that all ranks raise which read the commits in flight, if one has come, or comes within
+// so many times 100 ms, and has a fault.
+std::optional<Error> HostEngine::verdict_of_commits(int tries) {
   try {
-    while (error.kind() == ErrorKind::kPeer && !commits_.empty() &&
-           exchange_->has_come(commits_.front().work)) {
-      finish_commit();
+    for (; tries > 0 && !commits_.empty(); --tries) {
+      while (!commits_.empty() && exchange_->has_come(commits_.front().work)) finish_commit();
     }
   } catch (...) {
     return describe_failure(std::current_exception(), options_.world_rank());
   }
-  return error;
+  return std::nullopt;
 }
 
 // Takes the buckets of everything in flight, in order of their numbers; none, where it throws

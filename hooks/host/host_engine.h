@@ -170,8 +170,7 @@ class HostEngine final : public BucketEngine {
   void complete(BucketJob& bucket);
   void deliver_early();
   void deliver(BucketJob& bucket);
-  void finish_told_faults();
-  Error cause_of(Error error);
+  std::optional<Error> verdict_of_commits(int tries);
   void fail_all(const Error& error);
   std::vector<std::shared_ptr<BucketJob>> take_all_buckets();
 

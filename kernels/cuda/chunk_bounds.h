@@ -26,8 +26,8 @@ constexpr ChunkBounds bounds_of([[maybe_unused]] CodecRow row) {
 #endif
 }
 
-// Blocks take tiles in turn: one block at least, as many as there are tiles, and as many as the
-// device holds at once, but for one of so many, which are left to what computes meanwhile.
+// Blocks take tiles in turn: one block at least, at most as many as there are tiles, and at most
+// 15/16 of those that the device holds at once, for what computes meanwhile: a guess, not timed.
 inline constexpr uint32_t kLeftToOthers = 16;
 uint32_t grid_for(const void* kernel, uint32_t num_threads, uint32_t tiles);
 

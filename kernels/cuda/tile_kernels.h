@@ -19,7 +19,7 @@
 //     Loads it, and looks at nothing: what is done meanwhile hides how long that takes.
 //   template <ScalarType dtype>
 //   static void sum(const TileUnit<Options>&, const Raw<dtype>&, PayloadSum& sum)
-//     Adds every byte of the payload, in one thread of the block.
+//     Adds what the thread has of the payload: each byte is added by exactly one thread.
 //   template <ScalarType dtype, typename Sink>
 //   static uint32_t decode(const TileUnit<Options>&, const Raw<dtype>&, Sink sink)
 //     Calls sink(j, value), or sink(j, a, b) for a * b where that is exact, for all kLaneElements
@@ -221,7 +221,7 @@ struct RankSum {
 // v = the sum of the ranks' values in rank order, anything beyond the tile's end. inbox(rank):
 // where the rank's payloads begin; inbox.note(rank, the thread's part of its payload's checksum).
 // While a rank's values are added, the next one's are on their way, unless they take too many
-// registers, or are a pointer, which from rank to rank would lose that it is to global memory.
+// registers, or are a pointer: of one from the last round the compiler forgets where it points.
 template <typename Codec, ScalarType dtype, typename Inbox>
 GRADFERRY_DEVICE RankSum sum_ranks(const TileUnit<typename Codec::Options>& unit, const Tile& tile,
                                    const Inbox& inbox, uint32_t world_size, float* v) {
