@@ -212,8 +212,7 @@ class BucketEngine {
   // that all ranks must come to. Every rank waits for the same buckets, so that all of them throw.
   void settle();
   // With keep_gathered: puts into `gradient` what the last run() with these parameters received,
-  // and sends nothing. False: there was none. On the thread that calls run(); throws what that
-  // throws.
+  // and sends nothing. False: there was none. On the thread of run(), and throws what that does.
   bool decode_kept(const std::vector<uint32_t>& parameters, const at::Tensor& gradient);
 
   EngineStats stats() const;

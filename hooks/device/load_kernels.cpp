@@ -59,8 +59,7 @@ class Scratch {
   at::Tensor memory_;
 };
 
-// Runs the kernels for chunks whose tiles have the codec of this row, as far as the collective uses
-// them.
+// Runs the kernels that the collective uses for chunks whose tiles have the codec of this row.
 void load_chunk_kernels(const DeviceContext& context, const Scratch& scratch, uint32_t row,
                         ScalarType dtype) {
   const ChunkBatch chunk{.tiles = scratch.as<ChunkTile>(0),

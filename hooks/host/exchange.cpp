@@ -80,9 +80,8 @@ void Exchange::wait(const Pending& work, Phase phase, uint64_t step, uint64_t nu
   try {
     peers_.wait(*work);
   } catch (const std::exception& error) {
-    throw Unfinished([&peers = peers_, phase, step, number, reason = std::string(error.what())] {
-      return peers.cause(phase, step, number, reason);
-    });
+    const std::string why = error.what();
+    throw Unfinished([=, this] { return peers_.cause(phase, step, number, why); });
   }
 }
 

@@ -17,7 +17,6 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "host/shared_memory.h"
@@ -80,7 +79,7 @@ struct ExchangeLanes {
 
 // cause(): Peers::cause(), which names phase, step and number, and tells the others.
 struct Unfinished final : std::exception {
-  explicit Unfinished(std::function<Error()> find_out) : cause(std::move(find_out)) {}
+  explicit Unfinished(const std::function<Error()>& find_out) : cause(find_out) {}
   std::function<Error()> cause;
 };
 

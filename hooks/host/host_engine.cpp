@@ -357,8 +357,7 @@ bool HostEngine::work() {
   } catch (...) {
     error = describe_failure(std::current_exception(), options_.world_rank());
   }
-  // A rank that has read a commit with a fault posts no later bucket. This rank may have waited for
-  // one, and only heard that the other rank failed; the same commit is here, too.
+  // Perhaps another rank has read a fault in a commit that is here, too, and posted nothing since.
   if (error && error->kind() == ErrorKind::kPeer) error = verdict_of_commits(1).value_or(*error);
   if (error) fail_all(*error);
   std::unique_lock lock(life_.mutex);
@@ -687,8 +686,7 @@ void HostEngine::deliver(BucketJob& bucket) {
 
 // --- failure: with which error, and what becomes of the buckets in flight ---
 
-// The error that all ranks raise which read the commits in flight, if one has come, or comes within
-// so many times 100 ms, and has a fault.
+// The fault in a commit in flight that has come, or comes within so many times 100 ms.
 std::optional<Error> HostEngine::verdict_of_commits(int tries) {
   try {
     for (; tries > 0 && !commits_.empty(); --tries) {

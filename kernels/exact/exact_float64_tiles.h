@@ -1,6 +1,6 @@
-// The exact codec for fp64 gradients on CUDA: fp64 arithmetic, fp32 residuals. A block per tile,
-// whose threads take its elements in turn; fp64 gradients are too rare for more. exact_float64.h is
-// the same on CPU.
+// The exact codec for fp64 gradients on CUDA: fp64 arithmetic, fp32 residuals. A block takes a
+// tile, whose threads take its elements in turn; fp64 gradients are too rare for more.
+// exact_float64.h is the same on CPU.
 #pragma once
 
 #include "kernels/cuda/tile_kernels.h"
