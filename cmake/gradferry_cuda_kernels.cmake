@@ -1,6 +1,6 @@
 # The CUDA kernels: a library of their own, which the CPU build never needs, and their PTX, for the
-# machine of tests/kernels/ptx. Registers that spill and local memory are errors in every preset, so that a build
-# without a GPU proves that there are none.
+# machine of tests/kernels/ptx. Registers that spill and local memory are errors in every preset, so
+# that a build without a GPU proves that there are none.
 file(GLOB cuda_kernel_files CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/kernels/*/*.cu)
 
 function(gradferry_cuda_target target)
