@@ -9,10 +9,7 @@ struct Bf16 {
   static constexpr uint32_t kUnit = 1024;
   static constexpr uint32_t kBlock = kChunk;
 
-  static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage stage,
-                                const CodecOptions& options) {
-    return bf16::payload_bytes(n, dtype, stage, options);
-  }
+  static constexpr decltype(Codec::payload_bytes) payload_bytes = &bf16::payload_bytes;
   static uint32_t encode(const Unit& unit, const float* v, std::byte* payload, float* residual) {
     return encode_cast<ScalarType::kBFloat16>(unit, v, payload, residual,
                                               [](F32 x) { return saturate_bf16(x); });

@@ -10,10 +10,7 @@ const CodecDescription q4_description = {
     .supports_float64 = false,
     .options = {},
     .parse = &parse_nothing,
-    .payload_bytes =
-        [](uint32_t num_elements, ScalarType dtype, Stage stage, const CodecOptions& options) {
-          return GRADFERRY_KERNEL_NAMESPACE::q4::payload_bytes(num_elements, dtype, stage, options);
-        },
+    .payload_bytes = &GRADFERRY_KERNEL_NAMESPACE::q4::payload_bytes,
 };
 
 }  // namespace gradferry

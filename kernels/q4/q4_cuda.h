@@ -88,9 +88,8 @@ struct Q4 {
   template <ScalarType>
   using Raw = Words;
 
-  GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage stage,
-                                                 Options) {
-    return q4::payload_bytes(n, dtype, stage, CodecOptions());
+  GRADFERRY_DEVICE static uint32_t payload_bytes(uint32_t n, ScalarType, Stage stage, Options) {
+    return q4::payload_bytes(n, ScalarType::kFloat32, stage, CodecOptions());
   }
 
   template <ScalarType, bool>

@@ -78,10 +78,7 @@ struct Q8 : ScaledBlocks<Codes> {
   static constexpr uint32_t kBlock = q8::kBlock;
   static constexpr bool kPrefetches = true;
 
-  static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage stage,
-                                const CodecOptions& options) {
-    return q8::payload_bytes(n, dtype, stage, options);
-  }
+  static constexpr decltype(Codec::payload_bytes) payload_bytes = &q8::payload_bytes;
 
   static uint32_t encode(const Unit& unit, const float* v, std::byte* payload, float* residual) {
     UnitScales scales;

@@ -33,11 +33,7 @@ const CodecDescription rht_description = {
     .supports_float64 = false,
     .options = kOptions,
     .parse = &parse,
-    .payload_bytes =
-        [](uint32_t num_elements, ScalarType dtype, Stage stage, const CodecOptions& options) {
-          return GRADFERRY_KERNEL_NAMESPACE::rht::payload_bytes(num_elements, dtype, stage,
-                                                                options);
-        },
+    .payload_bytes = &GRADFERRY_KERNEL_NAMESPACE::rht::payload_bytes,
     .seeded = true,
 };
 

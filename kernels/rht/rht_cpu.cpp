@@ -293,10 +293,7 @@ struct Rht {
   static constexpr uint32_t kBlock = rht::kBlock;
   static constexpr bool kPrefetches = true;
 
-  static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage stage,
-                                const CodecOptions& options) {
-    return rht::payload_bytes(n, dtype, stage, options);
-  }
+  static constexpr decltype(Codec::payload_bytes) payload_bytes = &rht::payload_bytes;
   static uint32_t encode(const Unit& unit, const float* v, std::byte* payload, float* residual) {
     switch (unit.batch.options->as<rht::Options>().bits) {
       case 2: return encode_unit<2>(unit, v, payload, residual);

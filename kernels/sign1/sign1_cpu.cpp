@@ -89,10 +89,7 @@ struct Sign1 : ScaledBlocks<Signs> {
   static constexpr uint32_t kBlock = sign1::kBlock;
   static constexpr bool kPrefetches = true;
 
-  static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage stage,
-                                const CodecOptions& options) {
-    return sign1::payload_bytes(n, dtype, stage, options);
-  }
+  static constexpr decltype(Codec::payload_bytes) payload_bytes = &sign1::payload_bytes;
 
   static uint32_t encode(const Unit& unit, const float* v, std::byte* payload, float* residual) {
     alignas(64) float sums[kSlots];

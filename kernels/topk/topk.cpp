@@ -66,10 +66,7 @@ const CodecDescription topk_description = {
     .supports_float64 = false,
     .options = kOptions,
     .parse = &parse,
-    .payload_bytes =
-        [](uint32_t num_elements, ScalarType dtype, Stage stage, const CodecOptions& options) {
-          return payload_bytes(num_elements, dtype, stage, options);
-        },
+    .payload_bytes = &payload_bytes,
     .sent_share =
         [](const CodecOptions& options) {
           return static_cast<double>(options.as<Options>().ratio) / kRatioOne;

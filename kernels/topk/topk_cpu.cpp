@@ -121,10 +121,7 @@ struct Topk {
   static constexpr uint32_t kBlock = kChunk;
   static constexpr bool kPrefetches = true;
 
-  static uint32_t payload_bytes(uint32_t n, ScalarType dtype, Stage stage,
-                                const CodecOptions& options) {
-    return topk::payload_bytes(n, dtype, stage, options);
-  }
+  static constexpr decltype(Codec::payload_bytes) payload_bytes = &topk::payload_bytes;
 
   static uint32_t encode(const Unit& unit, const float* v, std::byte* payload, float* residual) {
     const Layout layout = layout_of(unit);

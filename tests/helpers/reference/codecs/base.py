@@ -84,10 +84,18 @@ def out_of_blocks(blocks: np.ndarray, n: int) -> np.ndarray:
     return blocks.reshape(len(blocks), -1)[:, :n]
 
 
-def non_finite_blocks(values: np.ndarray) -> np.ndarray:
-    """True for each element in whose block an element is not finite."""
-    bad = ~np.isfinite(in_blocks(values)).all(axis=2)
-    return np.repeat(bad, BLOCK, axis=1)[:, : values.shape[1]]
+class ScaledBlocks(Codec):
+    """Codes of all blocks, then a bfloat16 scale for each."""
+
+    def code_bytes(self, n: int) -> int:
+        raise NotImplementedError
+
+    def payload_bytes(self, n: int, dtype: str, stage: str = WORKER) -> int:
+        return padded(self.code_bytes(n) + 2 * num_blocks(n))
+
+    def non_finite(self, values: np.ndarray) -> np.ndarray:
+        bad = ~np.isfinite(in_blocks(values)).all(axis=2)
+        return np.repeat(bad, BLOCK, axis=1)[:, : values.shape[1]]
 
 
 def written_scales(bits: np.ndarray, bad: np.ndarray) -> np.ndarray:

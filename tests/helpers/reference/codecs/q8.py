@@ -9,14 +9,10 @@ from .base import (
     DEFAULT,
     LEAST_SCALE,
     NON_FINITE_SCALE,
-    WORKER,
-    Codec,
     Context,
+    ScaledBlocks,
     in_blocks,
-    non_finite_blocks,
-    num_blocks,
     out_of_blocks,
-    padded,
     read_scales,
     scale_values,
     store,
@@ -27,18 +23,11 @@ LARGEST_CODE = 127
 LARGEST_SCALE = 0x7C01
 
 
-def _code_bytes(n: int) -> int:
-    return -(-n // 16) * 16
-
-
-class Q8(Codec):
+class Q8(ScaledBlocks):
     name = "q8"
 
-    def payload_bytes(self, n: int, dtype: str, stage: str = WORKER) -> int:
-        return padded(_code_bytes(n) + 2 * num_blocks(n))
-
-    def non_finite(self, values: np.ndarray) -> np.ndarray:
-        return non_finite_blocks(values)
+    def code_bytes(self, n: int) -> int:
+        return -(-n // 16) * 16
 
     def encode(self, values: np.ndarray, dtype: str, context: Context = DEFAULT) -> np.ndarray:
         v = in_blocks(values)
@@ -50,13 +39,13 @@ class Q8(Codec):
             reciprocal = np.float32(1) / np.where(zero, np.float32(1), scale_values(bits))
             t = v * reciprocal[..., None]
         code = np.where(zero[..., None], 0, np.rint(t)).astype(np.int8)
-        codes = out_of_blocks(code, _code_bytes(values.shape[1]))
+        codes = out_of_blocks(code, self.code_bytes(values.shape[1]))
         return store(codes, written_scales(bits, bad))
 
     def _split(self, payload: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Codes [tiles, blocks, 128], 0 beyond n, and bits of the scales [tiles, blocks]."""
         codes = np.ascontiguousarray(payload[:, :n]).view(np.int8)
-        return in_blocks(codes), read_scales(payload, _code_bytes(n), n)
+        return in_blocks(codes), read_scales(payload, self.code_bytes(n), n)
 
     def corrupt(self, payload: np.ndarray, n: int, context: Context = DEFAULT) -> np.ndarray:
         codes, bits = self._split(payload, n)

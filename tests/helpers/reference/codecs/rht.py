@@ -10,14 +10,11 @@ from .base import (
     DEFAULT,
     LEAST_SCALE,
     NON_FINITE_SCALE,
-    WORKER,
-    Codec,
     Context,
+    ScaledBlocks,
     in_blocks,
-    non_finite_blocks,
     num_blocks,
     out_of_blocks,
-    padded,
     read_scales,
     scale_values,
     store,
@@ -95,21 +92,15 @@ def normalised(v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return x, folded_sum(x * x), e
 
 
-class RHT(Codec):
+class RHT(ScaledBlocks):
     def __init__(self, bits: int = 4) -> None:
         self.name = f"rht:bits={bits}"
         self._bits = bits
         self.magnitudes = np.array(MAGNITUDES[bits])
         self.thresholds = np.array([float.fromhex(t) for t in THRESHOLDS[bits]], np.float32)
 
-    def _code_bytes(self, n: int) -> int:
+    def code_bytes(self, n: int) -> int:
         return 16 * self._bits * num_blocks(n)
-
-    def payload_bytes(self, n: int, dtype: str, stage: str = WORKER) -> int:
-        return padded(self._code_bytes(n) + 2 * num_blocks(n))
-
-    def non_finite(self, values: np.ndarray) -> np.ndarray:
-        return non_finite_blocks(values)
 
     def _values_of(self, codes: np.ndarray) -> np.ndarray:
         magnitude = self.magnitudes[codes & (2 ** (self._bits - 1) - 1)]
@@ -173,9 +164,9 @@ class RHT(Codec):
 
     def _split(self, payload: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
         """u [tiles, blocks, 128] and the bits of the scales [tiles, blocks]."""
-        raw = payload[:, : self._code_bytes(n)].reshape(len(payload), num_blocks(n), -1)
+        raw = payload[:, : self.code_bytes(n)].reshape(len(payload), num_blocks(n), -1)
         u = self._transformed_back(self._unpack(raw))
-        return u, read_scales(payload, self._code_bytes(n), n)
+        return u, read_scales(payload, self.code_bytes(n), n)
 
     def corrupt(self, payload: np.ndarray, n: int, context: Context = DEFAULT) -> np.ndarray:
         u, bits = self._split(payload, n)

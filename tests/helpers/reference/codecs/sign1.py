@@ -10,14 +10,11 @@ from .base import (
     DEFAULT,
     LEAST_SCALE,
     NON_FINITE_SCALE,
-    WORKER,
-    Codec,
     Context,
+    ScaledBlocks,
     in_blocks,
-    non_finite_blocks,
     num_blocks,
     out_of_blocks,
-    padded,
     read_scales,
     scale_values,
     store,
@@ -28,10 +25,6 @@ LARGEST_BFLOAT16 = np.float32(float.fromhex("0x1.fep127"))
 SHRINK = np.float32(2.0**-7)
 
 
-def _sign_bytes(n: int) -> int:
-    return 2 * -(-n // 16)
-
-
 def tree_sum(p: np.ndarray) -> np.ndarray:
     """Of a power of two numbers along the last axis, adjacent ones first."""
     while p.shape[-1] > 1:
@@ -39,14 +32,11 @@ def tree_sum(p: np.ndarray) -> np.ndarray:
     return p[..., 0]
 
 
-class Sign1(Codec):
+class Sign1(ScaledBlocks):
     name = "sign1"
 
-    def payload_bytes(self, n: int, dtype: str, stage: str = WORKER) -> int:
-        return padded(_sign_bytes(n) + 2 * num_blocks(n))
-
-    def non_finite(self, values: np.ndarray) -> np.ndarray:
-        return non_finite_blocks(values)
+    def code_bytes(self, n: int) -> int:
+        return 2 * -(-n // 16)
 
     def encode(self, values: np.ndarray, dtype: str, context: Context = DEFAULT) -> np.ndarray:
         n = values.shape[1]
@@ -61,21 +51,21 @@ class Sign1(Codec):
         live = (scales != 0) & ~bad
         signs = out_of_blocks(np.signbit(v) & live[..., None], n)
         bytes_ = np.packbits(signs, axis=1, bitorder="little")
-        unused = _sign_bytes(n) - bytes_.shape[1]
+        unused = self.code_bytes(n) - bytes_.shape[1]
         return store(np.pad(bytes_, ((0, 0), (0, unused))), scales)
 
     def corrupt(self, payload: np.ndarray, n: int, context: Context = DEFAULT) -> np.ndarray:
-        bits = read_scales(payload, _sign_bytes(n), n)
+        bits = read_scales(payload, self.code_bytes(n), n)
         special = (bits == 0) | (bits == NON_FINITE_SCALE)
         return ~special & ((bits < LEAST_SCALE) | (bits >= 0x7F80))
 
     def decode(
         self, payload: np.ndarray, n: int, dtype: str, context: Context = DEFAULT
     ) -> np.ndarray:
-        bits = read_scales(payload, _sign_bytes(n), n)
+        bits = read_scales(payload, self.code_bytes(n), n)
         nan = self.corrupt(payload, n) | (bits == NON_FINITE_SCALE)
         scale = np.where(nan, np.float32(np.nan), scale_values(bits))
-        signs = np.unpackbits(payload[:, : _sign_bytes(n)], axis=1, count=n, bitorder="little")
+        signs = np.unpackbits(payload[:, : self.code_bytes(n)], axis=1, count=n, bitorder="little")
         negative = in_blocks(signs) & (bits != 0)[..., None]
         value = np.where(negative != 0, -scale[..., None], scale[..., None])
         return canonical(out_of_blocks(value, n))
