@@ -9,8 +9,8 @@
 //   each(f)      calls f.operator()<Codec>() for each codec: a loop over tiles of its own, so that
 //                one codec's registers are nothing to another's
 //
-// Checksums of messages are sums, to which every block adds its tiles' by one atomic operation per
-// message. So the last block has little to do where nothing is wrong: a header per message.
+// Checksums of messages are sums, to which every block adds its part, once for most messages. So
+// the last block has little to do where nothing is wrong: a header per message.
 #pragma once
 
 #include <type_traits>

@@ -91,7 +91,8 @@ GRADFERRY_DEVICE void write(void* p, T value) {
 }
 
 // As much shared memory as a tile of floats takes, the same wherever it is asked for. A warp's
-// slice of it is the warp's, from one of its barriers to the next.
+// slice of it is the warp's, from one of its barriers to the next; all of it the block's, between
+// two of the block's, in sums of sparse payloads (tile_kernels.h).
 GRADFERRY_DEVICE float* scratch() {
   GRADFERRY_SHARED(Bytes16, shared[kTileElements / 4]);
   return reinterpret_cast<float*>(shared);

@@ -25,6 +25,9 @@
 //     Calls sink(j, value), or sink(j, a, b) for a * b where that is exact, for all kLaneElements
 //     elements of the lane; anything beyond the tile's end. NaNs are canonical. Returns kTile*
 //     flags.
+//   static void set_sums(slice, x), uint32_t add(unit, raw), void take_sums(slice, float* v)
+//     In place of decode() in sums of sparse payloads, which lie in scratch(): the thread's own
+//     become x; add() adds to anyone's, behind a barrier, and returns flags; v becomes the lane's.
 // All of them are called by whole blocks: they may use barriers and shared memory.
 //
 // What limits the kernels is memory: with error feedback 12 bytes per fp32 element and the
@@ -222,6 +225,7 @@ struct RankSum {
 // where the rank's payloads begin; inbox.note(rank, the thread's part of its payload's checksum).
 // While a rank's values are added, the next one's are on their way, unless they take too many
 // registers, or are a pointer: of one from the last round the compiler forgets where it points.
+// Sums begin with -0: -0 + x is x for every x. In sparse payloads there is no -0, and +0 will do.
 template <typename Codec, ScalarType dtype, typename Inbox>
 GRADFERRY_DEVICE RankSum sum_ranks(const TileUnit<typename Codec::Options>& unit, const Tile& tile,
                                    const Inbox& inbox, uint32_t world_size, float* v) {
@@ -230,9 +234,13 @@ GRADFERRY_DEVICE RankSum sum_ranks(const TileUnit<typename Codec::Options>& unit
   const auto fetch = [&](uint32_t rank) {
     return Codec::template fetch<dtype>(unit, inbox(rank) + tile.payload_offset);
   };
-  // Adding -0 changes no number, so the first rank's values do not change.
-  GRADFERRY_UNROLL
-  for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = -0.0f;
+  constexpr bool kIsSparse = requires { Codec::set_sums; };
+  if constexpr (kIsSparse) {
+    Codec::set_sums(unit.slice, 0.0f);
+  } else {
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = -0.0f;
+  }
   RankSum result{0, 0};
   Raw next{};
   if (kAhead) next = fetch(0);
@@ -243,8 +251,13 @@ GRADFERRY_DEVICE RankSum sum_ranks(const TileUnit<typename Codec::Options>& unit
     Codec::template sum<dtype>(unit, raw, sum);
     result.seen |= sum.seen;
     inbox.note(rank, sum.checksum);
-    result.flags |= Codec::template decode<dtype>(unit, raw, Accumulate{v});
+    if constexpr (kIsSparse) {
+      result.flags |= Codec::add(unit, raw);
+    } else {
+      result.flags |= Codec::template decode<dtype>(unit, raw, Accumulate{v});
+    }
   }
+  if constexpr (kIsSparse) Codec::take_sums(unit.slice, v);
   result.flags &= kTileCorrupt;
   return result;
 }

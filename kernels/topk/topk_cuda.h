@@ -3,20 +3,15 @@
 // The unit is a whole tile, 32 elements in the registers of each of 128 threads (slice.h). Encoding
 // with error feedback moves 12 bytes per element and a little; what it costs beside them is the
 // search for the k-th largest magnitude, four instructions per element and step, one barrier per
-// step (topk_block.h). Kept values and positions meet in shared memory; decoding turns positions of
-// either kind into a bitmap there, whose running count says which value an element has.
+// step (topk_block.h). Kept values and positions meet in shared memory. There payloads are added
+// up, too: an addition per kept value, since decoded zeros are +0 and no sum is -0, so that those
+// of other elements would change nothing.
 #pragma once
 
 #include "kernels/cuda/tile_kernels.h"
 #include "kernels/topk/topk_payload.h"
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::topk {
-
-struct Decoded {
-  float values[topk::kMostKept];
-  uint32_t bitmap[topk::kWords];
-  uint32_t before[topk::kWords];  // ones in the words before
-};
 
 struct Topk {
   using Options = topk::Options;
@@ -91,15 +86,62 @@ struct Topk {
   template <ScalarType, typename Sink>
   GRADFERRY_DEVICE static uint32_t decode(const TileUnit<Options>& unit, const Bytes& raw,
                                           Sink sink) {
-    GRADFERRY_SHARED(Decoded, decoded);
+    set_sums(unit.slice, 0.0f);
+    const uint32_t flags = add(unit, raw);
+    float v[kLaneElements];
+    take_sums(unit.slice, v);
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < kLaneElements; ++j) sink(j, v[j]);
+    return flags;
+  }
+
+  GRADFERRY_DEVICE static void set_sums(const Slice& slice, float x) {
+    float v[kLaneElements];
+    GRADFERRY_UNROLL
+    for (uint32_t j = 0; j < kLaneElements; ++j) v[j] = x;
+    store_quads<ScalarType::kFloat32>(slice, reinterpret_cast<std::byte*>(scratch()), v);
+  }
+  GRADFERRY_DEVICE static uint32_t add(const TileUnit<Options>& unit, const Bytes& raw) {
+    GRADFERRY_SHARED(float, values[topk::kMostKept]);
     GRADFERRY_SHARED(topk::WarpTotals, totals);
-    const std::byte* payload = raw.payload;
     const Slice& slice = unit.slice;
     const topk::Layout layout = topk::layout_of(slice.num_elements, unit.stage, unit.options);
-    const std::byte* positions = payload + layout.values_bytes;
-    __syncthreads();  // other threads may still read the last payload's data
-    decoded.bitmap[threadIdx.x] = 0;
+    const std::byte* positions = raw.payload + layout.values_bytes;
+    // With a bitmap other threads read a value than wrote it: perhaps still of the last payload.
+    if (layout.bitmap) __syncthreads();
+    bool valid = layout.q4_values ? topk::decode_e2m1(raw.payload, layout.k, values)
+                                  : topk::decode_bf16(raw.payload, layout.k, values);
+    uint32_t word = 0, rank = 0;
+    if (layout.bitmap) {
+      word = topk::bitmap_word(positions, layout);
+      const topk::Scanned ones =
+          topk::exclusive_sum(slice, totals, static_cast<uint32_t>(__popc(word)));
+      rank = ones.before;
+      valid = valid && ones.total == layout.k && topk::is_inside(word, slice.num_elements);
+    } else {
+      valid = topk::are_indices(positions, layout) && valid;
+    }
+    // One that is marked is not valid; of zeros only with a single index, whose value is +0.
+    if (__syncthreads_and(valid ? 1 : 0) == 0) return add_other(slice, layout, raw.payload);
+    // No two threads have the same element.
+    for (; word != 0; word &= word - 1) {
+      scratch()[32 * threadIdx.x + static_cast<uint32_t>(__ffs(word)) - 1] += values[rank++];
+    }
+    for (uint32_t j = threadIdx.x; !layout.bitmap && j < layout.k; j += kTileThreads) {
+      scratch()[topk::index_at(positions, j)] += values[j];
+    }
+    return 0;
+  }
+  GRADFERRY_DEVICE static void take_sums(const Slice& slice, float* v) {
+    __syncthreads();
+    load_quads<ScalarType::kFloat32>(slice, reinterpret_cast<const std::byte*>(scratch()), v);
+  }
 
+ private:
+  // A payload of zeros, that of a tile that is not finite, or a corrupt one.
+  GRADFERRY_DEVICE static uint32_t add_other(const Slice& slice, const topk::Layout& layout,
+                                             const std::byte* payload) {
+    rare_path();
     const topk::Mark mark(layout);
     uint32_t seen = 0, seen_beside_mark = 0;
     for (uint32_t i = threadIdx.x; i < layout.values_bytes + layout.positions_bytes;
@@ -108,52 +150,10 @@ struct Topk {
       seen |= byte;
       seen_beside_mark |= byte ^ mark.at(i);
     }
-    const bool is_zero = __syncthreads_or(seen != 0 ? 1 : 0) == 0;
+    if (__syncthreads_or(seen != 0 ? 1 : 0) == 0) return 0;
     const bool is_marked = __syncthreads_or(seen_beside_mark != 0 ? 1 : 0) == 0;
-    if (is_zero || is_marked) return give_all(is_zero ? 0.0f : from_bits(kNanBits), sink);
-
-    bool valid = layout.q4_values ? topk::decode_e2m1(payload, layout.k, decoded.values)
-                                  : topk::decode_bf16(payload, layout.k, decoded.values);
-    if (!layout.bitmap) {
-      valid = topk::decode_indices(positions, layout, decoded.bitmap) && valid;
-      __syncthreads();
-    }
-    const uint32_t word =
-        layout.bitmap ? topk::bitmap_word(positions, layout) : decoded.bitmap[threadIdx.x];
-    const topk::Scanned ones =
-        topk::exclusive_sum(slice, totals, static_cast<uint32_t>(__popc(word)));
-    decoded.before[threadIdx.x] = ones.before;
-    decoded.bitmap[threadIdx.x] = word;
-    const uint32_t rest = slice.num_elements - 32 * threadIdx.x;  // of elements, from the word on
-    const bool is_inside =
-        32 * threadIdx.x >= slice.num_elements ? word == 0 : rest >= 32 || word >> rest == 0;
-    valid = valid && is_inside && ones.total == layout.k;
-    if (__syncthreads_and(valid ? 1 : 0) == 0) {
-      return give_all(from_bits(kNanBits), sink) | kTileCorrupt;
-    }
-
-    GRADFERRY_UNROLL
-    for (uint32_t row = 0; row < kRows; ++row) {
-      const uint32_t index = slice.element(row) / 32, shift = slice.element(row) % 32;
-      const uint32_t bitmap = decoded.bitmap[index];
-      uint32_t rank =
-          decoded.before[index] + static_cast<uint32_t>(__popc(bitmap & ((1u << shift) - 1)));
-      GRADFERRY_UNROLL
-      for (uint32_t i = 0; i < kQuad; ++i) {
-        const bool is_kept = (bitmap >> (shift + i) & 1) != 0;
-        sink(kQuad * row + i, is_kept ? decoded.values[rank++] : 0.0f);
-      }
-    }
-    return 0;
-  }
-
- private:
-  template <typename Sink>
-  GRADFERRY_DEVICE static uint32_t give_all(float value, Sink sink) {
-    rare_path();
-    GRADFERRY_UNROLL
-    for (uint32_t j = 0; j < kLaneElements; ++j) sink(j, value);
-    return is_not_finite(value) ? kTileNonFinite : 0;
+    set_sums(slice, from_bits(kNanBits));
+    return kTileNonFinite | (is_marked ? 0 : kTileCorrupt);
   }
 };
 

@@ -1,4 +1,4 @@
-// The sections of a topk payload on CUDA: values and positions, between bytes and shared memory.
+// The sections of a topk payload on CUDA: values and positions, from shared memory and back.
 // All functions are called by whole blocks; none begins or ends with a barrier. Sections begin at
 // any byte, so bytes are what is read and written: they are few.
 #pragma once
@@ -11,8 +11,7 @@
 
 namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::topk {
 
-inline constexpr uint32_t kWords = kTileElements / 32;
-static_assert(kWords == kTileThreads);
+static_assert(kTileElements == 32 * kTileThreads);  // a word of a bitmap per thread
 
 // The kept elements, in increasing order of their positions.
 struct Kept {
@@ -141,8 +140,8 @@ GRADFERRY_DEVICE uint32_t index_at(const std::byte* in, uint32_t j) {
   return j % 2 == 0 ? halfword & 0xfffu : halfword >> 4;
 }
 
-// Sets the bits of indices in a bitmap of zeros.
-GRADFERRY_DEVICE bool decode_indices(const std::byte* in, const Layout& layout, uint32_t* bitmap) {
+// Whether the indices that the thread has seen increase and are of elements, and spare bits 0.
+GRADFERRY_DEVICE bool are_indices(const std::byte* in, const Layout& layout) {
   bool valid = true;
   for (uint32_t j = threadIdx.x; j < layout.k; j += kTileThreads) {
     const uint32_t position = index_at(in, j);
@@ -150,9 +149,8 @@ GRADFERRY_DEVICE bool decode_indices(const std::byte* in, const Layout& layout, 
     if (j + 1 < layout.k) {
       valid = valid && position < index_at(in, j + 1);
     } else if (j % 2 == 0) {
-      valid = valid && byte_at(in + layout.positions_bytes - 1) >> 4 == 0;  // spare bits
+      valid = valid && byte_at(in + layout.positions_bytes - 1) >> 4 == 0;
     }
-    atomicOr(bitmap + position / 32, 1u << position % 32);
   }
   return valid;
 }
@@ -166,6 +164,11 @@ GRADFERRY_DEVICE uint32_t bitmap_word(const std::byte* in, const Layout& layout)
     if (offset < layout.positions_bytes) word |= byte_at(in + offset) << (8 * i);
   }
   return word;
+}
+// Whether none of its bits is behind the last element. Behind that one's byte there are none.
+GRADFERRY_DEVICE bool is_inside(uint32_t word, uint32_t num_elements) {
+  const uint32_t begin = 32 * threadIdx.x;
+  return begin + 32 <= num_elements || begin >= num_elements || word >> (num_elements - begin) == 0;
 }
 
 }  // namespace gradferry::GRADFERRY_KERNEL_NAMESPACE::topk

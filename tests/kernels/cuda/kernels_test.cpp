@@ -185,6 +185,21 @@ TEST_P(Kernels, JudgeDamagedMessagesAsTheHostDoes) {
   }
 }
 
+// 258 values and a bit for each of 1030 elements, of which one moves to where there is none.
+TEST(Chunks, OfTopkHaveNoElementBehindTheEnd) {
+  ChunkRun host({.codecs = {"topk:ratio=0.25"}, .sizes = {1030}});
+  host.until_decode();
+  Buffer& gathered = host.ranks[0].gathered;
+  std::byte* last = gathered.data() + host.gathered(0).offset + kHeaderBytes + 2 * 258 + 128;
+  std::byte* other = last - 1;
+  while (*other == std::byte{0}) --other;
+  *other &= std::byte(std::to_integer<uint32_t>(*other) - 1);
+  *last |= std::byte{0x80};
+  ChunkRun::seal(gathered, host.gathered(0), host.envelope(0, Phase::kGather), 0);
+  ChunkRun kernels = by_kernels(host);
+  expect_same_decode(kernels, host);
+}
+
 INSTANTIATE_TEST_SUITE_P(AllCodecs, Kernels, ::testing::ValuesIn(all_cases()), case_name);
 
 }  // namespace
