@@ -7,7 +7,7 @@
 namespace gradferry {
 namespace {
 
-double milliseconds(int64_t nanoseconds) { return static_cast<double>(nanoseconds) / 1e6; }
+double in_ms(int64_t nanoseconds) { return static_cast<double>(nanoseconds) / 1e6; }
 
 std::string line_of(const BucketEvent& event, int64_t start_ns) {
   char text[256];
@@ -16,18 +16,18 @@ std::string line_of(const BucketEvent& event, int64_t start_ns) {
                 static_cast<unsigned long long>(event.step),
                 static_cast<unsigned long long>(event.bucket),
                 static_cast<double>(event.gradient_bytes) / 1e6,
-                static_cast<unsigned long long>(event.chunks),
-                milliseconds(event.begin_ns - start_ns), milliseconds(event.encoded_ns - start_ns));
+                static_cast<unsigned long long>(event.chunks), in_ms(event.begin_ns - start_ns),
+                in_ms(event.encoded_ns - start_ns));
   std::string line = text;
   if (event.complete_ns == 0) {
     line += "never complete";
   } else {
-    std::snprintf(text, sizeof(text), "complete %.1f", milliseconds(event.complete_ns - start_ns));
+    std::snprintf(text, sizeof(text), "complete %.1f", in_ms(event.complete_ns - start_ns));
     line += text;
   }
   std::snprintf(text, sizeof(text), "; encode %.2f, network %.2f, reduce %.2f, decode %.2f",
-                milliseconds(event.encode_ns), milliseconds(event.network_ns),
-                milliseconds(event.reduce_ns), milliseconds(event.decode_ns));
+                in_ms(event.encode_ns), in_ms(event.network_ns), in_ms(event.reduce_ns),
+                in_ms(event.decode_ns));
   return line + text;
 }
 

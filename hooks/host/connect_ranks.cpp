@@ -43,7 +43,7 @@ static_assert(sizeof(Hello) == 24);
 constexpr size_t kMostStrangers = 64;
 constexpr milliseconds kBetweenCalls{100};  // of `between_polls`
 // Between two reads of the store.
-constexpr milliseconds kLeastPause{1}, kMostPause{100};
+constexpr milliseconds kLeastBetweenReads{1}, kMostBetweenReads{100};
 
 // Probes keep routers from forgetting idle connections. An idle one is broken only after two hours
 // without an answer; what is in flight has a timeout of its own.
@@ -274,8 +274,8 @@ std::map<uint32_t, ListeningPlace> Connector::places_below() {
     keys.push_back(std::to_string(rank));
   }
   if (keys.empty()) return {};
-  for (milliseconds pause = kLeastPause; !store_.check(keys);
-       pause = std::min(2 * pause, kMostPause)) {
+  for (milliseconds pause = kLeastBetweenReads; !store_.check(keys);
+       pause = std::min(2 * pause, kMostBetweenReads)) {
     const bool is_late = now() >= how_.deadline;
     for (size_t i = 0; is_late && i < keys.size(); ++i) {
       if (!store_.check({keys[i]})) left(ranks[i]);

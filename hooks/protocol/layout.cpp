@@ -6,13 +6,6 @@
 #include "gradferry/error.h"
 
 namespace gradferry {
-namespace {
-
-uint64_t round_up(uint64_t value, uint64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
-}  // namespace
 
 Layout::Layout(const std::vector<ParameterSpec>& parameters, uint32_t rank, Nodes nodes)
     : rank_(rank), nodes_(std::move(nodes)) {

@@ -12,6 +12,10 @@
 
 namespace gradferry {
 
+constexpr uint64_t round_up(uint64_t number, uint64_t multiple) {
+  return (number + multiple - 1) / multiple * multiple;
+}
+
 // One parameter that DDP reduces, as the caller describes it.
 struct ParameterSpec {
   std::string name;

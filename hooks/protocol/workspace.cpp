@@ -14,10 +14,6 @@ constexpr uint64_t kChunksWithinLimit = 4;
 // Where parts of shared memory begin: no page, and no cache line, is of two of them.
 constexpr uint64_t kPageBytes = 4096, kLineBytes = 64;
 
-uint64_t round_up(uint64_t number, uint64_t multiple) {
-  return (number + multiple - 1) / multiple * multiple;
-}
-
 // Of a chunk's messages of `message_bytes` at most between the peers of a rail, in one stage.
 uint64_t stage_bytes(const Nodes& nodes, const PlanOptions& plan, uint64_t message_bytes) {
   const uint64_t most = nodes.num_nodes() * message_bytes;
