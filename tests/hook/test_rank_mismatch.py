@@ -227,7 +227,8 @@ def test_other_buckets_on_one_rank_are_one_error_on_all_before_the_optimizer(nat
     before = run.parameter_hash()
     outcome = attempt(lambda: run.step(0))
     text = told_alike(outcome, "ProtocolError")
-    pattern = r"rank \d \w+ a message.* \(step 0, chunk \d, \w+\): layout hash is \d+, expected"
+    values = r"layout hash is \d+, expected \d+"
+    pattern = rf"rank \d \w+ a message.* \(step 0, chunk \d, \w+\): {values}"
     assert re.match(pattern, text), text
     assert "no longer run the same sequence of buckets" in text
     assert run.parameter_hash() == before
@@ -238,7 +239,7 @@ def test_other_buckets_on_one_rank_are_one_error_on_all_before_the_optimizer(nat
 def test_another_hash_on_one_rank_is_one_error_on_all(field: str) -> None:
     with mock.patch.object(Running, field, dist.get_rank() // 2):
         run = Run(Scenario(TWINS, 3))
-    told_alike(attempt(lambda: run.step(0)), "ProtocolError")
+    assert field.split("_")[0] in told_alike(attempt(lambda: run.step(0)), "ProtocolError")
 
 
 # --- loss scales ----------------------------------------------------------------------------------
